@@ -1,0 +1,19 @@
+"""lowprec: why low-precision transformer training fails, with evidence a reader can recompute.
+
+The package is thin on purpose: number formats, attention whose every rounding site is a named
+knob, a GPT-2 trainer, and the small tools that turn measurements into verdicts. Importing it is
+light; torch loads with the first submodule that needs it.
+"""
+
+__version__ = "0.1.0"
+
+
+class UserError(Exception):
+    """A mistake the user can mend; the message is one sentence that names the thing and the mend.
+
+    The command line prints the message alone and exits with status 2; Jupyter shows it without a
+    traceback.
+    """
+
+    def _render_traceback_(self):
+        return [f"lowprec: {self}"]

@@ -1,0 +1,172 @@
+"""The one entry to attention: the same call runs the oracle, the emulation, Triton or SDPA.
+
+The implementations sit behind one opaque custom operator with autograd, so torch.compile can
+compile everything around attention but cannot move, fuse or remove a rounding inside it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lowprec import UserError
+from lowprec.policy import FA2, PrecisionPolicy
+from lowprec.reference import check_inputs, emulate, oracle
+
+IMPLS = ("auto", "oracle", "emulate", "triton", "sdpa")
+
+PROBE_COLUMNS = ("delta_bias", "delta_abs", "tied_rows")
+"""What a probe's gradient holds per head, summed over the batch's rows: sum(delta_o - delta_ref),
+sum|delta_o - delta_ref| and the number of rows whose largest score is tied."""
+
+
+def attention(
+    q, k, v, policy=FA2, causal=True, scale=None, tile=None, impl="auto", seed=0, probe=None
+):
+    """softmax(scale q k^T) v with the roundings of `policy`; differentiable.
+
+    q, k, v: (batch, heads, seqlen, head_dim), one dtype; returns the same shape and dtype.
+        The policy governs what the backward reads; the caller always gets q's dtype.
+    policy: a PrecisionPolicy or its text, e.g. "LOW+delta_from=o_fp32".
+    scale: defaults to 1/sqrt(head_dim). tile: keys per rounding block, None for the whole row.
+    impl: "auto" is triton on CUDA and emulate elsewhere; "oracle" is float64 and ignores the
+        policy; "sdpa" is PyTorch's own kernel, whose roundings cannot be set (policy must be FA2).
+    seed: keys random bits of stochastic sites; change it every step.
+    probe: (heads, 3) float32 leaf whose *gradient* receives PROBE_COLUMNS: it accumulates over
+        micro-batches and is reduced over ranks like any gradient. Costs one FP32 output.
+    """
+    policy = PrecisionPolicy.parse(policy)
+    scale = check_inputs(q, k, v, causal, scale)
+    impl = resolve_impl(impl, q.device)
+    if impl == "sdpa":
+        if policy != FA2 or tile is not None or probe is not None:
+            raise UserError(
+                "impl='sdpa' runs PyTorch's own kernel, whose roundings cannot be set; use "
+                "policy=FA2, tile=None and no probe, or impl='triton'"
+            )
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale
+        )
+    if probe is not None and probe.shape != (q.shape[1], len(PROBE_COLUMNS)):
+        raise UserError(
+            f"probe must be ({q.shape[1]}, {len(PROBE_COLUMNS)}), not {tuple(probe.shape)}"
+        )
+    if impl == "triton":
+        _triton().check_supported(policy, tile)
+    out = _attention(q, k, v, probe, str(policy), causal, scale, tile or 0, impl, seed)
+    return out[0]
+
+
+def resolve_impl(impl: str, device) -> str:
+    """The implementation that "auto" means on this device."""
+    if impl not in IMPLS:
+        raise UserError(f"unknown impl {impl!r}; choose one of {', '.join(IMPLS)}")
+    if impl == "auto":
+        return "triton" if torch.device(device).type == "cuda" else "emulate"
+    return impl
+
+
+def _triton():
+    try:
+        from lowprec import kernels
+    except ImportError:
+        raise UserError("impl='triton' needs the triton package (Linux); use 'emulate'") from None
+    return kernels
+
+
+def _wants_shadow(policy: PrecisionPolicy, probe) -> bool:
+    return probe is not None or policy.delta_from in ("o_fp32", "o_split")
+
+
+@torch.library.custom_op("lowprec::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, probe: torch.Tensor | None,
+    policy: str, causal: bool, scale: float, tile: int, impl: str, seed: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(o, o_stored, o_fp32, lse, ties); empty tensors stand for what is not needed."""
+    p = PrecisionPolicy.parse(policy)
+    none = q.new_empty(0)
+    if impl == "triton":
+        out = _triton().forward(
+            q, k, v, p, causal, scale, shadow=_wants_shadow(p, probe), ties=probe is not None
+        )
+        return tuple(none.clone() if x is None else x for x in out)
+    if impl == "oracle":
+        t = oracle(q, k, v, causal, scale)
+    else:
+        t = emulate(q, k, v, p, tile or None, None, causal, scale, seed)
+    # the backward of these two recomputes the forward, so nothing else is kept
+    return t.o.to(q.dtype).contiguous(), none, none.clone(), none.clone(), none.clone()
+
+
+@_attention.register_fake
+def _(q, k, v, probe, policy, causal, scale, tile, impl, seed):
+    p = PrecisionPolicy.parse(policy)
+    if impl != "triton":
+        return q.new_empty(q.shape), *(q.new_empty(0) for _ in range(4))
+    b, h, t, d = q.shape
+    o = q.new_empty(b, t, h, d).transpose(1, 2)
+    wanted = (p.o.is_fp32, _wants_shadow(p, probe))
+    stored, shadow = (
+        torch.empty_like(o, dtype=torch.float32) if want else q.new_empty(0) for want in wanted
+    )
+    lse = q.new_empty(b, h, t, dtype=torch.float32)
+    ties = torch.empty_like(lse, dtype=torch.int32) if probe is not None else q.new_empty(0)
+    return o, stored, shadow, lse, ties
+
+
+@torch.library.custom_op("lowprec::attention_backward", mutates_args=())
+def _attention_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+    o_fp32: torch.Tensor, lse: torch.Tensor, ties: torch.Tensor, want_probe: bool,
+    policy: str, causal: bool, scale: float, tile: int, impl: str, seed: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv, probe gradient)."""
+    p = PrecisionPolicy.parse(policy)
+    if impl == "triton":
+        dq, dk, dv, delta_o, delta_ref = _triton().backward(
+            do, q, k, v, o, o_fp32, lse, p, causal, scale, want_probe
+        )
+    else:
+        if impl == "oracle":
+            t = oracle(q, k, v, causal, scale, do=do)
+            t.delta_o = t.delta_ref = t.delta
+            t.ties = (t.s == t.m[..., None]).sum(-1)
+        else:
+            t = emulate(q, k, v, p, tile or None, do, causal, scale, seed)
+        dq, dk, dv = (g.to(q.dtype).contiguous() for g in (t.dq, t.dk, t.dv))
+        delta_o, delta_ref, ties = t.delta_o, t.delta_ref, t.ties
+    if not want_probe:
+        return dq, dk, dv, q.new_empty(0)
+    bias = delta_o - delta_ref
+    columns = (bias, bias.abs(), (ties > 1).float())
+    return dq, dk, dv, torch.stack([c.float().sum((0, 2)) for c in columns], -1)
+
+
+@_attention_backward.register_fake
+def _(do, q, k, v, o, o_fp32, lse, ties, want_probe, policy, causal, scale, tile, impl, seed):
+    if impl == "triton":
+        b, h, t, d = q.shape
+        grads = (q.new_empty(b, t, h, d).transpose(1, 2) for _ in range(3))
+    else:
+        grads = (x.new_empty(x.shape) for x in (q, k, v))
+    shape = (q.shape[1], len(PROBE_COLUMNS)) if want_probe else (0,)
+    return *grads, q.new_empty(shape, dtype=torch.float32 if want_probe else q.dtype)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, probe, *ctx.how = inputs
+    o, o_stored, o_fp32, lse, ties = output
+    ctx.want_probe = probe is not None
+    ctx.save_for_backward(q, k, v, o_stored if o_stored.numel() else o, o_fp32, lse, ties)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, *_):
+    q, k, v, o, o_fp32, lse, ties = ctx.saved_tensors
+    dq, dk, dv, dprobe = _attention_backward(
+        do.to(q.dtype), q, k, v, o, o_fp32, lse, ties, ctx.want_probe, *ctx.how
+    )
+    return dq, dk, dv, dprobe if ctx.want_probe else None, None, None, None, None, None, None
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,242 @@
+"""Which attention values are stored in fewer bits: one field per rounding site.
+
+"BF16 flash attention" is not one thing. The released code of Qiu & Yao (2025), their Eq. 4 and
+production kernels round in different places, and they fail differently. A `PrecisionPolicy` says
+where, and nothing else: tile sizes and hardware are not precision. Every field is FP32 unless it
+says otherwise, so a preset lists only what is low, and an ablation is a one-field `diff`.
+
+Where each field acts, per query row and over key blocks (rnd_f is the rounding of field f):
+
+    s       rnd_s(scale * rnd_s(q k^T)); the backward forms it the same way again
+    shift   block maximum -> shifted block maximum; m is the running maximum of these
+    x       the argument of exp: rnd_x(s - m); also the argument of the rescaling factor alpha
+    p       exp(x), as it enters P V only
+    l       rnd_l(alpha l + block sum), the sum of p_unnorm or, with l_from="p_rounded", of p
+    o_acc   rnd(rnd(alpha o_acc) + rnd(p v)) after each block; with one block, one rounding
+    o       rnd_o(o_acc / l)
+    p_bwd   P = exp(s - L) as it enters dV = P^T dO only
+    dp      dO V^T
+    dodo    the products dO * O that delta sums (the sum itself is FP32)
+    ds      P * (dP - delta), before the scale
+    dq_acc, dkdv_acc   the gradient accumulators, per block like o_acc
+
+`delta_from` says which O delta = rowsum(dO * O) reads: "o", the stored one; "o_fp32", a shadow
+output that is never rounded (same p, unrounded accumulator over unrounded l); "o_split", o plus
+its BF16 residual; "dp", rowsum(P * dP) instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lowprec import UserError
+from lowprec.formats import ROUNDINGS, Format
+
+SITES = ("s", "x", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds", "dq_acc", "dkdv_acc")
+"""Rounding sites in the order in which a step computes them."""
+
+CHOICES = {
+    "l_from": ("p_unnorm", "p_rounded"),
+    "delta_from": ("o", "o_fp32", "o_split", "dp"),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A storage format and the rounding into it, written "bf16" or "bf16:stochastic"."""
+
+    fmt: Format
+    rounding: str = "nearest_even"
+
+    @classmethod
+    def parse(cls, text: str | Site) -> Site:
+        if isinstance(text, Site):
+            return text
+        name, _, rounding = str(text).partition(":")
+        rounding = rounding or "nearest_even"
+        if rounding not in ROUNDINGS:
+            raise UserError(f"unknown rounding {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
+        return cls(Format.parse(name), rounding)
+
+    @property
+    def is_fp32(self) -> bool:
+        """True where the FP32 value is kept as it is, whatever the mode."""
+        return self.fmt.name == "fp32"
+
+    def __str__(self) -> str:
+        plain = self.is_fp32 or self.rounding == "nearest_even"
+        return self.fmt.name if plain else f"{self.fmt.name}:{self.rounding}"
+
+
+@dataclass(frozen=True)
+class Shift:
+    """What is subtracted from the scores instead of the block maximum r.
+
+    kind "none": r. "beta": Qiu & Yao's stabilised softmax (2025, Algorithm 1): where the maximum
+    is tied (more than one score >= r - tol), beta*r if r > 0 and gamma*r if r < 0. "offset":
+    r + amplitude. "dither": r + amplitude*u, u uniform in [0, 1), one draw per row.
+    Softmax is invariant under any shift in exact arithmetic; only the rounding changes.
+    """
+
+    kind: str = "none"
+    beta: float = 2.0
+    gamma: float = 0.0
+    tol: float = 0.0
+    amplitude: float = 0.0
+
+    _USED = {
+        "none": (),
+        "beta": ("beta", "gamma", "tol"),
+        "offset": ("amplitude",),
+        "dither": ("amplitude",),
+    }
+
+    def __post_init__(self):
+        if self.kind not in self._USED:
+            raise UserError(
+                f"unknown shift {self.kind!r}; choose one of {', '.join(self._USED)}"
+            )
+
+    @classmethod
+    def parse(cls, text: str | Shift) -> Shift:
+        """Read "none", "beta(beta=7)" or "dither(amplitude=0.5)"."""
+        if isinstance(text, Shift):
+            return text
+        match = re.fullmatch(r"(\w+)(?:\((.*)\))?", str(text).strip())
+        if not match:
+            raise UserError(f"cannot read shift {text!r}; write for example beta(beta=7)")
+        kind, inner = match.groups()
+        used = cls._USED.get(kind, ())
+        values = {}
+        for item in filter(None, (inner or "").split(",")):
+            name, _, value = item.partition("=")
+            if kind in cls._USED and name.strip() not in used:
+                raise UserError(
+                    f"shift {kind!r} has no parameter {name.strip()!r}; it takes "
+                    f"{', '.join(used) or 'none'}"
+                )
+            try:
+                values[name.strip()] = float(value)
+            except ValueError:
+                raise UserError(f"shift parameter {item.strip()!r} needs a number") from None
+        return cls(kind, **values)
+
+    def __str__(self) -> str:
+        inner = ",".join(f"{name}={getattr(self, name):g}" for name in self._USED[self.kind])
+        return f"{self.kind}({inner})" if inner else self.kind
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The precision of every site of attention; see the module's docstring for their meaning.
+
+    Sites take "fmt" or "fmt:rounding"; errors name the field. Two policies are equal when every
+    field is. `str(policy)` is short, canonical and readable by `PrecisionPolicy.parse`.
+    """
+
+    s: Site = "fp32"
+    x: Site = "fp32"
+    p: Site = "fp32"
+    l: Site = "fp32"  # noqa: E741  the paper's name for the row sum
+    o_acc: Site = "fp32"
+    o: Site = "fp32"
+    dodo: Site = "fp32"
+    dp: Site = "fp32"
+    p_bwd: Site = "fp32"
+    ds: Site = "fp32"
+    dq_acc: Site = "fp32"
+    dkdv_acc: Site = "fp32"
+    l_from: str = "p_unnorm"
+    delta_from: str = "o"
+    shift: Shift = Shift()
+    l_floor: float = 0.0
+
+    def __post_init__(self):
+        for name in SITES:
+            self._set(name, Site.parse)
+        self._set("shift", Shift.parse)
+        self._set("l_floor", float)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f"policy field {name}: {getattr(self, name)!r} is not one of "
+                    f"{', '.join(choices)}"
+                )
+        if not 0 <= self.l_floor < float("inf"):
+            raise UserError(f"policy field l_floor: {self.l_floor} must be 0 (off) or positive")
+
+    def _set(self, name, convert):
+        try:
+            object.__setattr__(self, name, convert(getattr(self, name)))
+        except (UserError, ValueError) as error:
+            raise UserError(f"policy field {name}: {error}") from None
+
+    def replace(self, **fields) -> PrecisionPolicy:
+        """A copy with some fields changed: `LOW.replace(o_acc="fp32")`."""
+        for name in fields:
+            if name not in FIELDS:
+                close = difflib.get_close_matches(name, FIELDS, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; fields: {', '.join(FIELDS)}"
+                raise UserError(f"unknown policy field {name!r}{hint}")
+        return dataclasses.replace(self, **fields)
+
+    def diff(self, other: PrecisionPolicy) -> dict[str, tuple[str, str]]:
+        """Fields that differ, as {field: (mine, other's)} in text, in dataflow order."""
+        pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in FIELDS)
+        return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
+
+    def __str__(self) -> str:
+        name = min(PRESETS, key=lambda preset: len(PRESETS[preset].diff(self)))
+        changes = PRESETS[name].diff(self)
+        return "+".join([name, *(f"{field}={new}" for field, (_, new) in changes.items())])
+
+    @property
+    def slug(self) -> str:
+        """The text form with file-name characters only, e.g. "low.delta_from-o_fp32"."""
+        text = str(self).lower().replace("+", ".")
+        return re.sub(r"[^a-z0-9_.]+", "-", text).strip("-")
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def parse(cls, text: str | PrecisionPolicy) -> PrecisionPolicy:
+        """Read "LOW", "LOW+delta_from=o_fp32" or "ALL_FP32 + o=bf16:stochastic"."""
+        if isinstance(text, PrecisionPolicy):
+            return text
+        base, *changes = re.split(r"\s*\+\s*(?=[A-Za-z_]+\s*=)", str(text).strip())
+        if base not in PRESETS:
+            raise UserError(
+                f"unknown policy {base!r}; start from one of {', '.join(PRESETS)}, then add "
+                f"changes as in LOW+delta_from=o_fp32"
+            )
+        fields = dict(re.split(r"\s*=\s*", change, maxsplit=1) for change in changes)
+        return PRESETS[base].replace(**fields)
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(PrecisionPolicy))
+
+
+def _low(sites: str, **fields) -> PrecisionPolicy:
+    return PrecisionPolicy(**dict.fromkeys(sites.split(), "bf16"), **fields)
+
+
+ALL_FP32 = _low("")
+FA2 = _low("p o p_bwd ds")
+"""Production flash-attention kernels: operands of a matmul are BF16, accumulators FP32."""
+PAPER = _low("s p o_acc o")
+"""Qiu & Yao's Eq. 4: BF16 scores, probabilities and numerator; backward in FP32."""
+LOW = _low("s p l o_acc o dodo dp p_bwd ds")
+"""Everything that attention keeps per row or per score in BF16; run untiled."""
+RELEASED = _low("s x p l o_acc o dodo dp p_bwd ds dq_acc dkdv_acc", l_floor=1e-10)
+"""The released PyTorch code of Qiu & Yao, run with a tile of 512 keys."""
+
+PRESETS = {
+    "ALL_FP32": ALL_FP32,
+    "FA2": FA2,
+    "PAPER": PAPER,
+    "LOW": LOW,
+    "RELEASED": RELEASED,
+}

@@ -1,0 +1,259 @@
+"""Run folders: the recorded evidence, and how to read it.
+
+A run folder holds `run.json` (configuration, data hash, commit, versions, hardware, how it ended),
+`metrics.parquet` (one row a step) and `probes.parquet` (one row per probe step, layer and head).
+It is written once and never overwritten. A campaign is a folder of run folders beside the
+`campaign.yaml` that asked for them. `data/manifest.json` holds a sha256 of everything in `data/`.
+
+What happened to a run is decided here and nowhere else, by `find_explosion`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from lowprec import UserError
+from lowprec.policy import PrecisionPolicy
+
+METRICS = ("step", "loss", "grad_norm", "lr")
+PROBES = (
+    "step", "layer", "head", "sigma_q", "sigma_k",
+    "delta_bias", "delta_abs", "tied_rows", "rows",
+)  # fmt: skip
+"""delta_* and tied_rows are sums over the `rows` query rows since the previous probe."""
+
+WINDOW, RISE, RETURN, PATIENCE = 50, 0.5, 0.25, 500
+"""An explosion: the 50-step mean loss rises 0.5 above its running minimum and does not come back
+within 0.25 of that minimum in the next 500 steps; or the loss is not finite."""
+
+
+@dataclass(frozen=True)
+class Explosion:
+    """onset: first step at which the rise is reached; confirmed: the 500 steps after it are there
+    (or the loss is not finite), so that it is not a spike that would have come back."""
+
+    onset: int
+    confirmed: bool
+
+
+def window_mean(loss: np.ndarray, window: int = WINDOW) -> np.ndarray:
+    """Mean of the last `window` losses at each step, fewer at the start.  (steps,) float64"""
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(loss, dtype=float))])
+    start = np.maximum(np.arange(1, len(total)) - window, 0)
+    return (total[1:] - total[start]) / (np.arange(1, len(total)) - start)
+
+
+def find_explosion(loss) -> Explosion | None:
+    """The first explosion in a loss per step, or None; a rise that comes back is a spike."""
+    loss = np.asarray(loss, dtype=float)
+    broken = np.flatnonzero(~np.isfinite(loss))
+    finite = loss[: broken[0]] if len(broken) else loss
+    mean = window_mean(finite)
+    low = np.minimum.accumulate(mean) if len(mean) else mean
+    for onset in np.flatnonzero(mean >= low + RISE):
+        after = mean[onset : onset + PATIENCE + 1]
+        if (after <= low[onset] + RETURN).any():
+            continue
+        return Explosion(int(onset), bool(len(broken)) or len(after) > PATIENCE)
+    return Explosion(int(broken[0]), True) if len(broken) else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recorded run; tables load when first asked for."""
+
+    path: Path
+    info: dict
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        return PrecisionPolicy.parse(self.info["config"]["policy"])
+
+    @property
+    def seed(self) -> int:
+        return self.info["config"]["seed"]
+
+    @property
+    def hardware(self) -> str:
+        return self.info["hardware"]
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        return _read_table(self.path / "metrics.parquet", METRICS)
+
+    @cached_property
+    def probes(self) -> pd.DataFrame:
+        return _read_table(self.path / "probes.parquet", PROBES)
+
+    @cached_property
+    def explosion(self) -> Explosion | None:
+        return find_explosion(self.metrics["loss"])
+
+
+def _read_table(path: Path, columns) -> pd.DataFrame:
+    if not path.is_file():
+        raise UserError(f"run folder {path.parent.name} has no {path.name}; restore it from git")
+    try:
+        table = pd.read_parquet(path)
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise UserError(
+            f"{path.parent.name}/{path.name} is damaged ({type(error).__name__}); restore it from "
+            f"git, or run `python -m lowprec verify` to see what else differs"
+        ) from None
+    missing = [c for c in columns if c not in table]
+    if missing:
+        raise UserError(f"{path.parent.name}/{path.name} lacks column {', '.join(missing)}")
+    return table
+
+
+def load_run(path) -> Run:
+    """Read a run folder and check that its tables are whole."""
+    path = Path(path)
+    file = path / "run.json"
+    if not path.is_dir():
+        raise UserError(f"there is no run folder {path.name!r} in {path.parent.name!r}")
+    if not file.is_file():
+        raise UserError(f"{path.name!r} is not a run folder: it has no run.json")
+    try:
+        info = json.loads(file.read_text())
+        info["config"]["policy"], info["hardware"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path.name}/run.json is damaged; restore it from git") from None
+    run = Run(path, info)
+    steps = len(run.metrics)
+    if steps != info.get("steps", steps):
+        raise UserError(
+            f"{path.name}/metrics.parquet has {steps} steps where run.json says {info['steps']}; "
+            f"restore it from git"
+        )
+    return run
+
+
+def load_runs(campaign) -> pd.DataFrame:
+    """Every run of a campaign folder, one row each, with the Run itself in column `run`.
+
+    exploded counts confirmed explosions only; `duration` is the onset or, for a run that did not
+    explode, the last step at which it could still have been seen to (censored).
+    """
+    folder = data_root() / "runs" / campaign if isinstance(campaign, str) else Path(campaign)
+    paths = sorted(p.parent for p in folder.glob("*/run.json"))
+    if not paths:
+        raise UserError(f"campaign folder {folder.name!r} holds no run folders")
+    rows = []
+    for run in map(load_run, paths):
+        e = run.explosion
+        exploded = e is not None and e.confirmed
+        rows.append(
+            dict(
+                run=run, name=run.name, arm=run.info["arm"], policy=str(run.policy), seed=run.seed,
+                steps=len(run.metrics), exploded=exploded,
+                duration=e.onset if e else len(run.metrics), hardware=run.hardware,
+                ended=run.info["ended"],
+            )
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def repo_root() -> Path:
+    """The folder that holds data/ and notebooks/: from the working directory up, else the source."""
+    here = Path.cwd()
+    for folder in (here, *here.parents, Path(__file__).resolve().parent.parent):
+        if (folder / "data" / "manifest.json").is_file():
+            return folder
+    raise UserError("no data/manifest.json here or above; run from a clone of the repository")
+
+
+def data_root() -> Path:
+    return repo_root() / "data"
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _data_files(root: Path) -> list[Path]:
+    files = (p for p in root.rglob("*") if p.is_file() and not p.name.startswith("."))
+    return sorted(p for p in files if p != root / "manifest.json")
+
+
+def write_manifest(root: Path | None = None) -> Path:
+    """Record the sha256 of every file under data/ in data/manifest.json."""
+    root = root or data_root()
+    entries = {p.relative_to(root).as_posix(): sha256(p) for p in _data_files(root)}
+    path = root / "manifest.json"
+    path.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+    return path
+
+
+def verify(root: Path | None = None) -> int:
+    """Check every file of data/ against the manifest; return how many there are.
+
+    Raises `UserError` naming the first few files that differ, are missing or are not listed.
+    """
+    root = root or data_root()
+    try:
+        entries = json.loads((root / "manifest.json").read_text())
+    except ValueError:
+        raise UserError("data/manifest.json is damaged; restore it from git") from None
+    present = {p.relative_to(root).as_posix(): p for p in _data_files(root)}
+    wrong = [f"{name} is missing" for name in entries if name not in present]
+    wrong += [f"{name} is not in the manifest" for name in present if name not in entries]
+    wrong += [
+        f"{name} differs" for name, digest in entries.items()
+        if name in present and sha256(present[name]) != digest
+    ]  # fmt: skip
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UserError(
+            f"data/ does not match its manifest: {'; '.join(wrong[:3])}{more}; restore the files "
+            f"with git, or accept the change with `python -m lowprec verify --write`"
+        )
+    return len(entries)
+
+
+def git_commit() -> str:
+    """The commit of the code, with "+changes" if the tree differs; LOWPREC_COMMIT overrides it."""
+    if "LOWPREC_COMMIT" in os.environ:
+        return os.environ["LOWPREC_COMMIT"]
+    here = Path(__file__).resolve().parent
+
+    def git(*args):
+        return subprocess.run(
+            ["git", *args], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        dirty = git("status", "--porcelain", "--", here.as_posix())
+        return git("rev-parse", "HEAD") + ("+changes" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def provenance(device: str) -> dict:
+    """Hardware, versions and commit, for run.json and the status page."""
+    import torch
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.device(device).type != "cuda":
+        return dict(hardware="CPU", versions=versions, commit=git_commit())
+    import triton
+
+    versions |= {"triton": triton.__version__, "cuda": torch.version.cuda}
+    return dict(
+        hardware=torch.cuda.get_device_name(device), versions=versions, commit=git_commit()
+    )

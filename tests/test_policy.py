@@ -1,0 +1,131 @@
+"""Policies: text form, errors that name the field, and that every field is alive."""
+
+import pytest
+import torch
+from conftest import family
+
+from lowprec import UserError
+from lowprec.policy import FIELDS, LOW, PRESETS, SITES, PrecisionPolicy, Shift, Site
+from lowprec.reference import emulate
+
+# In dataflow order. A field may change what stands behind its own value, never what stands before.
+ORDER = ("s", "x", "p_unnorm", "p", "l", "o_acc", "o", "o_fp32", "p_bwd", "dp", "delta", "ds",
+         "dq", "dk", "dv")  # fmt: skip
+UPSTREAM = {
+    "s": (),
+    "shift": ("s",),
+    "x": ("s",),
+    "p": ("s", "x", "p_unnorm", "l"),
+    "l_from": ("s", "x", "p_unnorm", "p"),
+    "l_floor": ("s", "x", "p_unnorm", "p"),
+    "l": ("s", "x", "p_unnorm", "p", "o_acc", "o_fp32"),
+    "o_acc": ("s", "x", "p_unnorm", "p", "l", "o_fp32", "p_bwd", "dp", "dv"),
+    "o": ("s", "x", "p_unnorm", "p", "l", "o_acc", "o_fp32", "p_bwd", "dp", "dv"),
+    "p_bwd": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "dp", "delta", "ds", "dq", "dk"),
+    "dp": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "delta", "dv"),
+    "dodo": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "dp", "dv"),
+    "delta_from": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "dp", "dv"),
+    "ds": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "dp", "delta", "dv"),
+    "dq_acc": ORDER[:-3] + ("dk", "dv"),
+    "dkdv_acc": ORDER[:-3] + ("dq",),
+}
+OWN = {"shift": "x", "l_from": "l", "l_floor": "l", "dodo": "delta", "delta_from": "delta",
+       "dq_acc": "dq", "dkdv_acc": "dk"}  # fmt: skip
+CHANGES = {
+    "l_from": ["p_rounded"],
+    "delta_from": ["o_fp32", "o_split", "dp"],
+    "shift": ["beta(beta=2)", "offset(amplitude=0.3)", "dither(amplitude=0.3)"],
+    "l_floor": [100.0],
+}
+
+
+def changes(field):
+    if field in CHANGES:
+        return CHANGES[field]
+    low = "fp32" if getattr(LOW, field).fmt.name == "bf16" else "bf16"
+    return [low, "bf16:toward_zero", "bf16:stochastic", "e8m4"]
+
+
+@pytest.mark.parametrize("field,value", [(f, v) for f in FIELDS for v in changes(f)])
+def test_field_changes_its_own_site_and_nothing_upstream(field, value):
+    own, alive = OWN.get(field, field), False
+    for name in ("normal", "tied"):
+        q, k, v, do = family(name, dtype=torch.float32)
+        base = emulate(q, k, v, LOW, tile=32, do=do)
+        other = emulate(q, k, v, LOW.replace(**{field: value}), tile=32, do=do)
+        alive |= not torch.equal(getattr(base, own), getattr(other, own))
+        for upstream in UPSTREAM[field]:
+            same = torch.equal(getattr(base, upstream), getattr(other, upstream))
+            assert same, f"{field} moved {upstream}"
+    assert alive, f"{field} is not alive"
+
+
+def test_dkdv_acc_rounds_dv_too():
+    q, k, v, do = family("normal", dtype=torch.float32)
+    base, other = (
+        emulate(q, k, v, p, tile=32, do=do) for p in (LOW, LOW.replace(dkdv_acc="bf16"))
+    )
+    assert not torch.equal(base.dv, other.dv)
+    assert torch.equal(other.dv, other.dv.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_text_form_round_trips(name):
+    policy = PRESETS[name]
+    assert str(policy) == name and PrecisionPolicy.parse(name) == policy
+    changed = policy.replace(o_acc="e8m5:stochastic", shift="beta(beta=7)", delta_from="dp")
+    assert PrecisionPolicy.parse(str(changed)) == changed
+    assert PrecisionPolicy.parse(str(changed).replace("+", " + ")) == changed
+    assert set(changed.slug) <= set("abcdefghijklmnopqrstuvwxyz0123456789._-")
+
+
+def test_slugs_are_unique():
+    policies = [LOW.replace(**{f: v}) for f in FIELDS for v in changes(f)]
+    assert len({p.slug for p in policies}) == len(set(policies))
+
+
+def test_one_field_diff():
+    other = LOW.replace(delta_from="o_fp32")
+    assert LOW.diff(other) == {"delta_from": ("o", "o_fp32")}
+    assert str(other) == "LOW+delta_from=o_fp32"
+    assert LOW.diff(LOW) == {}
+
+
+def test_presets_are_the_design_table():
+    low_sites = {n: [s for s in SITES if not getattr(p, s).is_fp32] for n, p in PRESETS.items()}
+    assert low_sites == {
+        "ALL_FP32": [],
+        "FA2": ["p", "o", "p_bwd", "ds"],
+        "PAPER": ["s", "p", "o_acc", "o"],
+        "LOW": ["s", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds"],
+        "RELEASED": ["s", "x", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds", "dq_acc",
+                     "dkdv_acc"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make,words",
+    [
+        (lambda: LOW.replace(o_ac="fp32"), ("o_ac", "did you mean 'o_acc'")),
+        (lambda: LOW.replace(o="bf17"), ("field o", "bf17")),
+        (lambda: LOW.replace(o="bf16:up"), ("field o", "up", "toward_zero")),
+        (lambda: LOW.replace(delta_from="q"), ("delta_from", "o_split")),
+        (lambda: LOW.replace(l_floor=-1), ("l_floor",)),
+        (lambda: LOW.replace(l_floor="x"), ("l_floor",)),
+        (lambda: LOW.replace(shift="beta(gama=1)"), ("shift", "gama")),
+        (lambda: LOW.replace(shift="wild"), ("shift", "wild", "dither")),
+        (lambda: PrecisionPolicy.parse("LOW+delta=o"), ("delta", "delta_from")),
+        (lambda: PrecisionPolicy.parse("low"), ("low", "LOW")),
+    ],
+)
+def test_errors_name_the_field(make, words):
+    with pytest.raises(UserError) as error:
+        make()
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+def test_values_are_hashable_and_normalised():
+    assert LOW.replace(o="bfloat16") == LOW and hash(LOW.replace(o="bfloat16")) == hash(LOW)
+    assert str(Site.parse("bf16:stochastic")) == "bf16:stochastic"
+    assert str(Shift.parse("beta(beta=7)")) == "beta(beta=7,gamma=0,tol=0)"

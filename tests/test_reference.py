@@ -1,0 +1,166 @@
+"""The references: oracle against PyTorch in float64, emulate against its specification."""
+
+import math
+
+import pytest
+import torch
+from conftest import FAMILIES, family
+
+from lowprec import UserError
+from lowprec.formats import round_to
+from lowprec.policy import ALL_FP32, FA2, LOW, PAPER, PRESETS, RELEASED
+from lowprec.reference import emulate, oracle
+
+NAMES = ("o", "lse", "delta", "ds", "dq", "dk", "dv")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_oracle_is_attention(inputs, causal):
+    q, k, v, do = (t.double().requires_grad_() for t in inputs)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    o.backward(do.detach())
+    t = oracle(q.detach(), k.detach(), v.detach(), causal=causal, do=do.detach())
+    for got, wanted in zip((t.o, t.dq, t.dk, t.dv), (o, q.grad, k.grad, v.grad), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("tile", [None, 32, 40])
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_fp32_has_fp32_accuracy(inputs, tile, causal):
+    q, k, v, do = (t.float() for t in inputs)
+    t, exact = (f(q, k, v, causal=causal, do=do, **kw) for f, kw in (
+        (oracle, {}), (lambda *a, **b: emulate(*a, ALL_FP32, **b), {"tile": tile})))  # fmt: skip
+    # p = exp(s - m) turns an FP32 error of s into a relative one, and s may be large
+    bound = 2.0**-22 * (1 + exact.s[exact.s.isfinite()].abs().max())
+    for name in NAMES:
+        a, b = getattr(exact, name).double(), getattr(t, name)
+        # dS cancels where keys are alike: the error is relative to what cancels
+        size = (exact.p * exact.dp).norm() * q.norm() if name in ("ds", "dq", "dk") else a.norm()
+        assert (a - b).norm() <= bound * size, name
+
+
+@pytest.mark.parametrize("tile", [None, 32])
+@pytest.mark.parametrize("preset", ["PAPER", "FA2", "LOW", "RELEASED"])
+def test_stored_values_are_in_their_format(inputs, preset, tile):
+    t = emulate(*inputs[:3], preset, tile=tile, do=inputs[3])
+    policy = PRESETS[preset]
+    for site in ("s", "x", "p", "l", "o_acc", "o", "dp", "p_bwd", "ds"):
+        value = getattr(t, site)
+        assert torch.equal(value, round_to(value, getattr(policy, site).fmt)), site
+
+
+def test_low_by_hand():
+    """LOW on a row short enough to write down, against independent code."""
+    q, k, v, do = family("tied", (1, 1, 16, 64))
+    t = emulate(q, k, v, LOW, do=do)
+    bf = lambda x: x.bfloat16().float()  # noqa: E731
+    row = 15
+    q, k, v, do = q[0, 0, row].float(), k[0, 0].float(), v[0, 0].float(), do[0, 0, row].float()
+    s = bf(bf(k @ q) / math.sqrt(64))
+    p_unnorm = (s - s.max()).exp()
+    l = bf(p_unnorm.sum())  # noqa: E741
+    o_acc = bf(bf(p_unnorm) @ v)
+    o = bf(o_acc / l)
+    delta = bf(do * o).sum()
+    p = (s - (s.max() + l.log())).exp()
+    ds = bf(p * (bf(v @ do) - delta))
+    assert torch.equal(t.s[0, 0, row], s) and torch.equal(t.l[0, 0, row], l)
+    assert torch.equal(t.o[0, 0, row], o)
+    torch.testing.assert_close(t.delta[0, 0, row], delta, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(t.ds[0, 0, row], ds, rtol=2**-7, atol=1e-6)
+
+
+def test_tile_of_whole_row_is_untiled(inputs):
+    whole, tiled = (emulate(*inputs[:3], RELEASED, tile=n, do=inputs[3]) for n in (None, 96))
+    for name in NAMES:
+        assert torch.equal(getattr(whole, name), getattr(tiled, name))
+
+
+def test_fp32_shadow_keeps_row_sums_of_ds_zero():
+    """With delta from the shadow output sum_j P (dP - delta) = 0, whatever `l` is rounded to; with
+    the rounded output it is not."""
+    q, k, v, do = family("normal")
+    policy = ALL_FP32.replace(p="fp32", o="bf16")
+    drift = {}
+    for source in ("o", "o_fp32"):
+        t = emulate(q, k, v, policy.replace(delta_from=source), do=do)
+        drift[source] = (t.ds.sum(-1) / t.ds.abs().sum(-1).clamp(min=1e-30))[..., 1:].abs().mean()
+    assert drift["o_fp32"] < 1e-5 < 1e-4 < drift["o"]
+
+
+def test_beta_rule_lowers_p_max_below_one_and_underflows():
+    q, k, v, _ = family("tied")
+    plain = emulate(q, k, v, PAPER)
+    assert (plain.ties > 1).float().mean() > 0.5
+    tied = (plain.ties > 1) & (plain.m > 0)
+    stable = emulate(q, k, v, PAPER.replace(shift="beta(beta=1.1)"))
+    assert (plain.p.amax(-1)[tied] == 1).all() and (stable.p.amax(-1)[tied] < 1).all()
+    far = emulate(4 * q, 4 * k, v, PAPER.replace(shift="beta(beta=2)"))
+    assert far.o.isnan().any(), "(beta - 1) m beyond 88 leaves no p: 0/0"
+    clamped = emulate(4 * q, 4 * k, v, PAPER.replace(shift="beta(beta=2)", l_floor=1e-10))
+    assert not clamped.o.isnan().any()
+
+
+def test_stochastic_sites_depend_on_seed_and_not_on_tiles_or_order():
+    q, k, v, do = family("normal")
+    policy = ALL_FP32.replace(s="bf16:stochastic", p_bwd="bf16:stochastic")
+    a, b = (emulate(q, k, v, policy, tile=n, do=do, seed=1) for n in (None, 32))
+    assert torch.equal(a.s, b.s)
+    assert not torch.equal(a.s, emulate(q, k, v, policy, do=do, seed=2).s)
+    first = emulate(q[:, :1], k[:, :1], v[:, :1], policy, do=do[:, :1], seed=1)
+    assert torch.equal(first.s, a.s[:, :1]), "bits must not depend on the number of heads"
+
+
+def test_stochastic_rounding_is_unbiased_and_nearest_is_not_on_tied_rows():
+    """The signed-bias contract, in ulp of the BF16 numerator, with a 4-sigma interval."""
+    q, k, v, _ = family("tied", (8, 4, 64, 64), seed=3)
+    def bias(mode):
+        t = emulate(q, k, v, ALL_FP32.replace(s="bf16", p="bf16", o_acc=f"bf16:{mode}"), seed=5)
+        exact = emulate(q, k, v, ALL_FP32.replace(s="bf16", p="bf16"), seed=5)
+        rows = (exact.ties > 1)[..., None].expand_as(exact.o_acc)
+        ulp = 2.0 ** (exact.o_acc.abs().log2().floor() - 7)
+        e = ((t.o_acc - exact.o_acc) / ulp)[rows].double()
+        return e.mean().item(), 4 * e.std().item() / math.sqrt(len(e))
+    mean, bound = bias("stochastic")
+    assert abs(mean) < bound
+    mean, bound = bias("toward_zero")
+    assert mean > 0.25 + bound, "V < 0: toward zero is upward"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_non_finite_inputs_stay_visible(name):
+    q, k, v, do = family(name)
+    v[0, 0, 3, 5] = float("nan")
+    t = emulate(q, k, v, FA2, do=do)
+    assert t.o[0, 0, 3:, 5].isnan().all() and t.o[0, 0, :, :5].isfinite().all()
+
+
+def test_row_without_keys():
+    q, k, v, do = family("normal", (1, 1, 4, 16))
+    k = torch.full_like(k, float("-inf"))
+    t = emulate(q.abs(), k, v, FA2, do=do)
+    assert (t.o == 0).all() and (t.lse == float("-inf")).all() and (t.dv == 0).all()
+
+
+@pytest.mark.parametrize(
+    "call,word",
+    [
+        (lambda q, k, v: emulate(q, k[:, :, :5], v[:, :, :5], FA2), "causal"),
+        (lambda q, k, v: emulate(q, k, v[..., :8], FA2), "alike"),
+        (lambda q, k, v: emulate(q.float(), k, v, FA2), "dtype"),
+        (lambda q, k, v: emulate(q, k, v, FA2, tile=0), "tile"),
+        (lambda q, k, v: oracle(q[0], k[0], v[0]), "head_dim"),
+    ],
+)
+def test_errors(call, word):
+    q, k, v, _ = family("normal", (1, 1, 8, 16))
+    with pytest.raises(UserError, match=word):
+        call(q, k, v)
+
+
+def test_autocast_does_not_reach_inside(inputs):
+    q, k, v, do = inputs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = emulate(q, k, v, PAPER, do=do)
+    outside = emulate(q, k, v, PAPER, do=do)
+    assert all(torch.equal(getattr(inside, n), getattr(outside, n)) for n in NAMES)
