@@ -1,0 +1,123 @@
+"""The command line: python -m lowprec COMMAND. Each command loads only what it needs."""
+
+import difflib
+import sys
+from pathlib import Path
+
+from lowprec import UserError
+
+
+def data(argv: list[str]) -> None:
+    """Build a corpus's token shards."""
+    import tyro
+
+    from lowprec.data import build
+
+    tyro.cli(build, prog="python -m lowprec data", args=argv)
+
+
+def train(argv: list[str]) -> None:
+    """Train one model into a new run folder."""
+    import tyro
+
+    from lowprec.train import PRESETS
+    from lowprec.train import train as run
+
+    presets = tyro.extras.subcommand_type_from_defaults(PRESETS)
+
+    def command(config: presets, out: Path, arm: str = ""):
+        """Train one model into a new run folder.
+
+        Args:
+            config: the preset to start from.
+            out: the run folder to write; it must not exist.
+            arm: the run's arm in its campaign, by default the policy.
+        """
+        done = run(config, out, arm)
+        print(f"{out}: {done.info['ended']} after {done.info['steps']} steps")
+
+    prefixes = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    tyro.cli(command, prog="python -m lowprec train", args=argv, config=prefixes)
+
+
+def campaign(argv: list[str]) -> None:
+    """Run what is missing of a campaign, one run a GPU."""
+    import tyro
+
+    from lowprec.campaign import run_campaign
+
+    def command(path: tyro.conf.Positional[Path], gpus: int | None = None, out: Path | None = None):
+        """Run what is missing of a campaign, one run a GPU.
+
+        Args:
+            path: the campaign's YAML file.
+            gpus: runs side by side, by default as many as there are GPUs.
+            out: folder for the runs instead of the file's own.
+        """
+        results = run_campaign(path, gpus, out)
+        for name, result in results.items():
+            print(f"{name}: {result}")
+        failed = [name for name, result in results.items() if result.startswith("failed")]
+        if failed:
+            raise UserError(f"{len(failed)} of {len(results)} runs failed: {', '.join(failed)}")
+
+    tyro.cli(command, prog="python -m lowprec campaign", args=argv)
+
+
+def verify(argv: list[str]) -> None:
+    """Check every file of data/ against the manifest."""
+    import tyro
+
+    from lowprec import runs
+
+    def command(write: bool = False):
+        """Check every file of data/ against the manifest.
+
+        Args:
+            write: record the files as they are now instead.
+        """
+        if write:
+            runs.write_manifest()
+        print(f"data/: {runs.verify()} files are as the manifest says")
+
+    tyro.cli(command, prog="python -m lowprec verify", args=argv)
+
+
+def notebook(argv: list[str]) -> None:
+    """Execute one notebook into a page."""
+    from lowprec.notebook import main
+
+    main(argv)
+
+
+def claims(argv: list[str]) -> None:
+    """Print the claims; with --write, write the book's generated pages."""
+    from lowprec.claims import main
+
+    main(argv)
+
+
+COMMANDS = {f.__name__: f for f in (data, train, campaign, verify, notebook, claims)}
+
+
+def main(argv: list[str]) -> int:
+    """Run one command; 0, or 2 with one sentence on stderr for a user's mistake."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m lowprec COMMAND ...\n")
+        for name, command in COMMANDS.items():
+            print(f"  {name:9} {command.__doc__}")
+        return 0
+    try:
+        if argv[0] not in COMMANDS:
+            close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"take one of {', '.join(COMMANDS)}"
+            raise UserError(f"there is no command {argv[0]!r}: {hint}")
+        COMMANDS[argv[0]](argv[1:])
+    except UserError as error:
+        print(f"lowprec: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

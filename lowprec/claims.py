@@ -1,0 +1,243 @@
+"""Claims: what a page says, the number that decides it, and the verdict.
+
+A claim stands in `book/claims.yml` before it is measured: a sentence, its source, a metric, an
+operator and a threshold, how many observations a verdict needs, and what would refute it. A
+notebook measures and calls `check`; the verdict follows from the rule, not from the author. The
+file records the verdict of the `recorded` profile, and a measurement that disagrees with it fails
+the build: a refuted claim is a result, a verdict that changes unseen is not.
+
+    not run         the profile cannot measure it
+    inconclusive    fewer observations than the claim needs, or an interval that holds the threshold
+    supported       the metric satisfies the operator and the threshold
+    refuted         it does not
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import operator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowprec import UserError
+from lowprec.notebook import CLAIM_MIME, PROFILES
+
+OPERATORS = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+VERDICTS = ("supported", "refuted", "inconclusive", "not run")
+WORDS = {"==": "equal to", "!=": "other than", "<": "below", "<=": "at most", ">": "above",
+         ">=": "at least"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One entry of claims.yml.
+
+    source: BibTeX key of who says it, None for this book. n: observations a verdict needs.
+    profile: the profiles that can measure it. verdict: the recorded one.
+    """
+
+    id: str
+    sentence: str
+    metric: str
+    operator: str
+    threshold: float
+    refuted_if: str
+    notebook: str
+    source: str | None = None
+    n: int = 1
+    profile: tuple[str, ...] = ("recorded",)
+    verdict: str = "not run"
+
+    def __post_init__(self):
+        if isinstance(self.profile, str):
+            object.__setattr__(self, "profile", (self.profile,))
+        object.__setattr__(self, "profile", tuple(self.profile))
+        self._one_of("operator", OPERATORS)
+        self._one_of("verdict", VERDICTS)
+        for profile in self.profile:
+            if profile not in PROFILES:
+                raise UserError(f"claim {self.id}: profile {profile!r} is none of {PROFILES}")
+        if not isinstance(self.threshold, int | float):
+            raise UserError(f"claim {self.id}: threshold {self.threshold!r} is not a number")
+
+    def _one_of(self, field: str, valid) -> None:
+        if getattr(self, field) not in valid:
+            raise UserError(
+                f"claim {self.id}: {field} {getattr(self, field)!r} is none of {', '.join(valid)}"
+            )
+
+    def verdict_on(self, value, n: int, interval=None, profile: str = "recorded") -> str:
+        """The verdict that the rule gives for a measured value; see the module's docstring."""
+        if profile not in self.profile:
+            return "not run"
+        if not math.isfinite(value):
+            raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
+        if n < self.n:
+            return "inconclusive"
+        if interval is not None and interval[0] < self.threshold < interval[1]:
+            return "inconclusive"
+        return "supported" if OPERATORS[self.operator](value, self.threshold) else "refuted"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A claim and its measurement. Displays as its verdict in words; `str()` gives one line."""
+
+    claim: Claim
+    verdict: str
+    value: float | None
+    n: int
+    interval: tuple[float, float] | None = None
+    profile: str = "recorded"
+    note: str | None = None
+    registered: bool = True
+
+    @property
+    def text(self) -> str:
+        """The measured value for prose, with its interval."""
+        text = number(self.value)
+        if self.interval is not None:
+            text += f" [{number(self.interval[0])}, {number(self.interval[1])}]"
+        return text
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.claim.sentence} ({self.measured()})"
+
+    def measured(self) -> str:
+        c = self.claim
+        if self.verdict == "not run":
+            return f"needs profile {' or '.join(c.profile)}"
+        need = f", {c.n} needed" if self.n < c.n else ""
+        return f"{c.metric} {self.text}, n = {self.n}{need}"
+
+    def markdown(self, cite: bool = False) -> str:
+        """The verdict as a short paragraph; `cite` writes the source as a citation of the book."""
+        c = self.claim
+        source = "this book" if c.source is None else f"{{cite:t}}`{c.source}`" if cite else c.source
+        lines = [
+            f"**{self.verdict.capitalize()}.** {c.sentence}",
+            f"Measured: {self.measured()}. Supported if {WORDS[c.operator]} {number(c.threshold)}. "
+            f"Would refute it: {c.refuted_if.rstrip('.')}. Source: {source}.",
+        ]
+        return "\n\n".join(lines + ([self.note] if self.note else []))
+
+    def as_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: dict) -> Result:
+        interval = record["interval"] and tuple(record["interval"])
+        return cls(**{**record, "claim": Claim(**record["claim"]), "interval": interval})
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        return {
+            "text/plain": str(self),
+            "text/markdown": self.markdown(),
+            CLAIM_MIME: self.as_dict(),
+        }
+
+
+def number(value) -> str:
+    """A number as prose prints it: whole numbers whole, others to four digits."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def load(path: Path | None = None) -> dict[str, Claim]:
+    """The claims of book/claims.yml by id, in its order."""
+    import yaml
+
+    if path is None:
+        from lowprec.runs import repo_root
+
+        path = repo_root() / "book" / "claims.yml"
+    claims: dict[str, Claim] = {}
+    for entry in yaml.safe_load(Path(path).read_text()) or []:
+        claim = parse(entry)
+        if claim.id in claims:
+            raise UserError(f"claim {claim.id} stands twice in {Path(path).name}: rename one")
+        claims[claim.id] = claim
+    return claims
+
+
+def parse(entry: dict) -> Claim:
+    """A claim from its keys; raises `UserError` for one that is unknown or missing."""
+    fields = dataclasses.fields(Claim)
+    name = entry.get("id", "without id")
+    for key in entry:
+        if key not in (known := [f.name for f in fields]):
+            raise UserError(f"claim {name}: unknown key {key!r}; keys are {', '.join(known)}")
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in entry:
+            raise UserError(f"claim {name}: key {field.name!r} is missing")
+    return Claim(**entry)
+
+
+def check(id: str, value, n: int, interval=None, profile: str = "recorded", note: str | None = None,
+          path: Path | None = None) -> Result:  # fmt: skip
+    """Judge a claim of claims.yml by its measured value.
+
+    value: the claim's metric (a number or a bool). n: observations behind it. interval: (low,
+    high) of the value, inconclusive when the threshold lies inside. note: a sentence shown below.
+    Raises `UserError` for an unknown id, for a value that is not finite and, in the profile
+    `recorded`, for a verdict other than the one in the file.
+    """
+    claims = load(path)
+    if id not in claims:
+        close = difflib.get_close_matches(id, claims, n=1)
+        raise UserError(f"there is no claim {id!r}" + (f": did you mean {close[0]!r}?" if close else
+                                                       " in book/claims.yml"))  # fmt: skip
+    result = _result(claims[id], value, n, interval, profile, note, registered=True)
+    if profile == "recorded" and result.verdict != claims[id].verdict:
+        raise UserError(
+            f"claim {id} is {result.verdict} ({result.measured()}) and book/claims.yml says "
+            f"{claims[id].verdict}: look why, then update the verdict there"
+        )
+    return result
+
+
+def judge(hypothesis: dict, value, n: int, interval=None, profile: str = "recorded",
+          note: str | None = None) -> Result:  # fmt: skip
+    """Judge a hypothesis that is not in claims.yml, by the same rule; for forks.
+
+    hypothesis: the keys of a claim; id, notebook and verdict may be left out.
+    """
+    claim = parse({"id": "hypothesis", "notebook": "", "profile": PROFILES, **hypothesis})
+    return _result(claim, value, n, interval, profile, note, registered=False)
+
+
+def _result(claim, value, n, interval, profile, note, registered) -> Result:
+    value = value.item() if hasattr(value, "item") else value
+    if interval is not None:
+        interval = float(interval[0]), float(interval[1])
+    verdict = claim.verdict_on(value, int(n), interval, profile)
+    if verdict == "not run":
+        value = interval = None
+    return Result(claim, verdict, value, int(n), interval, profile, note, registered)
+
+
+def main(argv: list[str]) -> None:
+    """Print the claims and their recorded verdicts; with --write, write the book's pages."""
+    parser = argparse.ArgumentParser(prog="python -m lowprec claims", description=main.__doc__)
+    parser.add_argument("--write", action="store_true", help="write the generated pages and tables")
+    if parser.parse_args(argv).write:
+        from lowprec import pages
+        from lowprec.runs import repo_root
+
+        print(f"{len(pages.write(repo_root()))} generated pages and downloads")
+        return
+    for claim in load().values():
+        print(f"{claim.verdict:13} {claim.id}: {claim.sentence}")

@@ -1,0 +1,327 @@
+"""Notebooks: their parameters checked in the kernel, and their execution into pages of the book.
+
+Papermill runs a notebook but takes any name and any type for a parameter, and leaves its own
+traces in the output. So a notebook calls `check_parameters()` right after its `parameters` cell,
+and `execute` turns what papermill returns into a page: paths and injected cells removed, and one
+cell added that says how to rerun it and which figures rest on recorded GPU runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import datetime
+import difflib
+import html
+import os
+import platform
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from lowprec import UserError
+
+TYPES = {"str": str, "int": int, "float": float, "bool": bool}
+PROFILES = ("smoke", "recorded", "gpu")
+
+CLAIM_MIME = "application/vnd.lowprec.claim+json"
+"""Carried by the output of a verdict (`lowprec.claims`)."""
+FIGURE_MIME = "application/vnd.lowprec.figure+json"
+"""Carried by the output of a figure (`lowprec.plots`)."""
+
+
+# In the kernel
+
+
+def declared_parameters(source: str) -> dict[str, str]:
+    """Name and annotation of each `name: type = value` line of a cell, empty if it has none."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        return {}
+    lines = [n for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+    return {n.target.id: ast.unparse(n.annotation) for n in lines}
+
+
+def injected_parameters(source: str) -> list[str]:
+    """Names that papermill assigns in the cell it injects after the parameters cell."""
+    if not source.startswith("# Parameters"):
+        return []
+    return [n.targets[0].id for n in ast.parse(source).body if isinstance(n, ast.Assign)]
+
+
+def check_parameters() -> None:
+    """Check the notebook's parameters: names papermill passed, types of all, and the profile.
+
+    Call it in the cell after `parameters`. A whole number is a valid float and becomes one.
+    Raises `UserError` naming the parameter, its type and the nearest valid name.
+    """
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is None:
+        raise UserError("check_parameters() reads a notebook's cells; call it in a notebook")
+    values, cells = shell.user_ns, shell.user_ns["In"]
+    starts = [i for i, cell in enumerate(cells) if "profile" in declared_parameters(cell)]
+    if not starts:
+        raise UserError('the parameters cell must declare profile: str = "recorded"')
+    declared = declared_parameters(cells[starts[-1]])
+    for cell in cells[starts[-1] + 1 :]:
+        for name in injected_parameters(cell):
+            if name not in declared:
+                raise UserError(_unknown(name, declared))
+    for name, annotation in declared.items():
+        values[name] = _typed(name, annotation, values[name])
+    if values["profile"] not in PROFILES:
+        raise UserError(f"profile {values['profile']!r} is none of {', '.join(PROFILES)}")
+    require_gpu(values["profile"])
+
+
+def _unknown(name: str, declared: dict[str, str]) -> str:
+    close = difflib.get_close_matches(name, declared, n=1)
+    if close:
+        return f"there is no parameter {name!r}: did you mean {close[0]!r} ({declared[close[0]]})?"
+    listed = ", ".join(f"{n} ({a})" for n, a in declared.items())
+    return f"there is no parameter {name!r}: this notebook takes {listed}"
+
+
+def _typed(name: str, annotation: str, value):
+    if annotation not in TYPES:
+        raise UserError(f"parameter {name!r} is declared {annotation}: use {', '.join(TYPES)}")
+    if annotation == "float" and type(value) is int:
+        return float(value)
+    if type(value) is not TYPES[annotation]:
+        found = type(value).__name__
+        raise UserError(f"parameter {name!r} takes {annotation} and was given {value!r} ({found})")
+    return value
+
+
+def require_gpu(profile: str) -> None:
+    """Raise `UserError` if the profile is `gpu` and there is no CUDA device."""
+    if profile != "gpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            "profile 'gpu' needs a CUDA device and there is none: use profile 'recorded', which "
+            "recomputes the figures from recorded runs"
+        )
+
+
+# Execution
+
+
+def execute(source: Path, output: Path, profile: str = "recorded", parameters: dict | None = None):
+    """Execute `source` with a profile and write `output`, a page without traces of the machine.
+
+    The output is replaced only by a whole execution. `parameters` win over the profile's.
+    Returns the notebook. Raises `UserError` with the sentence of the failing cell, or papermill's
+    error with the cell's traceback if it failed for another reason.
+    """
+    import nbformat
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+    from traitlets.config import Config
+
+    source, output = Path(source), Path(output)
+    if not source.is_file():
+        raise UserError(f"there is no notebook {source}")
+    values = {**_profile_values(profile), **(parameters or {})}
+    start = time.monotonic()
+    # Kernels talk through files of their own: two that start at once cannot take the same port.
+    with tempfile.TemporaryDirectory() as sockets:
+        config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
+        try:
+            nb = papermill.execute_notebook(
+                source, None, parameters=values, progress_bar=False, config=config
+            )
+        except PapermillExecutionError as error:
+            raise _sentence(source, error) or error from None
+    seconds = time.monotonic() - start
+    nb = as_page(nb, source.stem, profile, seconds, keep_injected=bool(parameters))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_name(f".{output.name}.part")
+    nbformat.write(nb, part)
+    os.replace(part, output)
+    return nb
+
+
+def _profile_values(profile: str) -> dict:
+    import yaml
+
+    from lowprec.runs import repo_root
+
+    folder = repo_root() / "notebooks" / "profiles"
+    if profile not in PROFILES:
+        raise UserError(f"profile {profile!r} is none of {', '.join(PROFILES)}")
+    return yaml.safe_load((folder / f"{profile}.yaml").read_text())
+
+
+def _sentence(source: Path, error) -> UserError | None:
+    """The user's mistake behind a failed cell: `UserError` renders as one line in the kernel."""
+    if len(error.traceback) == 1 and error.traceback[0].startswith("lowprec: "):
+        return UserError(f"{source.name}: {error.traceback[0].removeprefix('lowprec: ')}")
+    return None
+
+
+def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = False):
+    """What papermill returned, as a page: cleaned, with provenance and the rerun cell."""
+    nb = copy.deepcopy(nb)
+    if not keep_injected:
+        nb.cells = [c for c in nb.cells if "injected-parameters" not in c.metadata.get("tags", [])]
+    outputs = [o for c in nb.cells if c.cell_type == "code" for o in c.outputs]
+    for cell in nb.cells:
+        tags = cell.metadata.get("tags")
+        cell.metadata = {"tags": tags} if tags else {}
+        if cell.cell_type == "code":
+            cell.outputs = _merge_streams(cell.outputs)
+    for output in outputs:
+        _scrub(output)
+    about = {
+        "notebook": name,
+        "profile": profile,
+        "date": datetime.date.today().isoformat(),
+        "seconds": round(seconds, 1),
+        "hardware": hardware(profile),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "verdicts": _collect(outputs, CLAIM_MIME),
+        "figures": _collect(outputs, FIGURE_MIME),
+    }
+    names = [figure["name"] for figure in about["figures"]]
+    if len(names) != len(set(names)):
+        raise UserError(f"{name}: two figures have one name in {', '.join(names)}; rename one")
+    nb.metadata = {
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+        "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+        "lowprec": about,
+    }
+    nb.cells.insert(1, _rerun_cell(about))
+    return nb
+
+
+def _merge_streams(outputs: list) -> list:
+    """Join neighbouring chunks of one stream, whose number depends on timing."""
+    merged = []
+    for output in outputs:
+        last = merged[-1] if merged else None
+        if last and output.output_type == "stream" == last.output_type and output.name == last.name:
+            last.text += output.text
+        else:
+            merged.append(output)
+    return merged
+
+
+def _scrub(output) -> None:
+    """Take this machine's paths out of an output's text."""
+    places = {Path.cwd(), Path(sys.prefix), Path.home()}
+    longest_first = sorted((str(p) for p in places), key=len, reverse=True)
+
+    def clean(text):
+        for place in longest_first:
+            text = text.replace(place + "/", "").replace(place, ".")
+        return text
+
+    if output.output_type == "stream":
+        output.text = clean(output.text)
+    for mime, value in output.get("data", {}).items():
+        if mime.startswith("text/") and isinstance(value, str):
+            output.data[mime] = clean(value)
+
+
+def _collect(outputs: list, mime: str) -> list[dict]:
+    return [output.data[mime] for output in outputs if mime in output.get("data", {})]
+
+
+def hardware(profile: str = "recorded") -> str:
+    """The machine in words: cores and processor, or the GPU that the gpu profile runs on."""
+    if profile == "gpu":
+        import torch
+
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()}-core CPU ({names[0] if names else platform.machine()})"
+
+
+def _rerun_cell(about: dict):
+    """The markdown cell after the title: how to rerun, what to download, what ran where."""
+    from nbformat.v4 import new_markdown_cell
+
+    name, profile = about["notebook"], about["profile"]
+    folder = f"../downloads/{name}"
+    computed = [f for f in about["figures"] if not f["hardware"]]
+    recorded: dict[str, list] = {}
+    for figure in about["figures"]:
+        if figure["hardware"]:
+            recorded.setdefault(figure["hardware"], []).append(figure)
+
+    def links(figures):
+        return ", ".join(f'<a href="#{f["id"]}">{html.escape(f["name"])}</a>' for f in figures)
+
+    badges = [
+        f"Executed on a {html.escape(about['hardware'])} in {about['seconds']:.0f} s, "
+        f"profile {profile}, torch {about['torch']}."
+    ]
+    if computed:
+        badges.append(f"Computed on this page: {links(computed)}.")
+    for machine, figures in recorded.items():
+        badges.append(f"Drawn from runs recorded on {html.escape(machine)}: {links(figures)}.")
+    items = "\n".join(f"<li>{badge}</li>" for badge in badges)
+    text = f"""Rerun this page:
+
+```shell
+papermill notebooks/{name}.ipynb out.ipynb -f notebooks/profiles/{profile}.yaml
+```
+
+<ul class="lowprec-provenance">
+{items}
+<li>Download <a href="{folder}/source.ipynb" download="{name}.ipynb">the notebook</a> or
+<a href="{folder}/executed.ipynb" download="{name}-executed.ipynb">this page, executed</a>.</li>
+</ul>"""
+    return new_markdown_cell(text, id="rerun", metadata={"tags": ["rerun"]})
+
+
+# Command line
+
+
+def parse_value(text: str):
+    """A parameter's value as papermill's own -p reads it: True, False, None, int, float or str."""
+    words = {"True": True, "False": False, "None": None}
+    if text in words:
+        return words[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def main(argv: list[str]) -> None:
+    """Execute one notebook into a page."""
+    from papermill.exceptions import PapermillExecutionError
+
+    parser = argparse.ArgumentParser(prog="python -m lowprec notebook", description=main.__doc__)
+    parser.add_argument("source", type=Path, help="notebook to execute")
+    parser.add_argument("output", type=Path, help="where the executed page goes")
+    parser.add_argument("--profile", default="recorded", help=", ".join(PROFILES))
+    parser.add_argument(
+        "-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter"
+    )
+    args = parser.parse_args(argv)
+    parameters = {name: parse_value(value) for name, value in args.p}
+    try:
+        nb = execute(args.source, args.output, args.profile, parameters)
+    except PapermillExecutionError as error:
+        sys.exit(f"{args.source} failed and {args.output} was left as it was.{error}")
+    about = nb.metadata["lowprec"]
+    verdicts = [v["verdict"] for v in about["verdicts"]]
+    parts = [f"{about['seconds']:.0f} s"]
+    parts += [f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)]
+    print(f"{args.output}: {', '.join(parts)}")

@@ -1,0 +1,161 @@
+"""Generated pages: what the executed notebooks and claims.yml say, written for the book to include.
+
+    book/_generated/claims_table.md      every claim with its verdict, value and n
+    book/_generated/claim-ID.md          one claim, for prose that rests on it
+    book/_generated/figure-NB-NAME.md    one figure, for another page to show
+    book/_generated/extra/downloads/     sources and executed notebooks, published as they are
+    book/status.md                       page x profile x date x hardware x duration x verdicts
+    README.md                            the claims between its two markers, from claims.yml alone
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from lowprec import UserError, claims
+from lowprec.claims import Claim, Result
+from lowprec.notebook import FIGURE_MIME
+
+MARKERS = "<!-- claims -->", "<!-- /claims -->"
+
+
+def write(root: Path) -> list[Path]:
+    """Write every generated page of the repository at `root`; returns the paths written.
+
+    Raises `UserError` for a claim whose notebook was executed without checking it.
+    """
+    book = root / "book"
+    registry = claims.load(book / "claims.yml")
+    executed = read_executed(book / "executed")
+    results = check_coverage(registry, executed, root / "notebooks")
+    generated = book / "_generated"
+    shutil.rmtree(generated, ignore_errors=True)
+    texts = {generated / "claims_table.md": claims_table(registry, results, set(executed))}
+    for id, result in results.items():
+        texts[generated / f"claim-{id}.md"] = result.markdown(cite=True) + "\n"
+    for name, nb in executed.items():
+        for figure, markup in figures(nb).items():
+            texts[generated / f"figure-{name}-{figure}.md"] = raw_html(markup)
+    texts[book / "status.md"] = status(root)
+    readme = root / "README.md"
+    if readme.is_file():
+        texts[readme] = with_claims(readme.read_text(), registry)
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+    return [*texts, *copy_downloads(root, executed)]
+
+
+def read_executed(folder: Path) -> dict[str, dict]:
+    """Executed notebooks by name, as parsed JSON."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.ipynb"))}
+
+
+def check_coverage(registry, executed, sources: Path) -> dict[str, Result]:
+    """The measured result of each claim whose notebook is there, by claim id."""
+    results = {}
+    for nb in executed.values():
+        for record in nb["metadata"]["lowprec"]["verdicts"]:
+            if record["registered"]:
+                results[record["claim"]["id"]] = Result.from_dict(record)
+    for claim in registry.values():
+        if (sources / f"{claim.notebook}.ipynb").is_file() and claim.id not in results:
+            raise UserError(
+                f"claim {claim.id} names notebook {claim.notebook}, which does not check it: call "
+                f"claims.check({claim.id!r}, ...) there, or mend the entry in book/claims.yml"
+            )
+    return results
+
+
+def table(header: tuple[str, ...], rows) -> str:
+    """A Markdown table."""
+    cells = [header, ("---",) * len(header), *rows]
+    lines = (" | ".join(str(c).replace("|", "\\|").replace("\n", " ") for c in row) for row in cells)
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+def claims_table(registry: dict[str, Claim], results: dict[str, Result], pages: set[str]) -> str:
+    """Every claim of the registry, with the measurement if a page made one."""
+    rows = []
+    for claim in registry.values():
+        result = results.get(claim.id)
+        verdict = result.verdict if result else claim.verdict
+        measured = result is not None and result.value is not None
+        rows.append(
+            (
+                claim.sentence,
+                f"{{cite:t}}`{claim.source}`" if claim.source else "this book",
+                f"**{verdict}**",
+                result.text if measured else "",
+                result.n if measured else "",
+                f"{{doc}}`/executed/{claim.notebook}`" if claim.notebook in pages else "to come",
+            )
+        )
+    return table(("Claim", "Source", "Verdict", "Measured", "n", "Page"), rows)
+
+
+def readme_table(registry: dict[str, Claim]) -> str:
+    """The same claims without measurements, so that it changes only with claims.yml."""
+    rows = [
+        (c.sentence, c.source or "this book", f"**{c.verdict}**", f"`notebooks/{c.notebook}.ipynb`")
+        for c in registry.values()
+    ]
+    return table(("Claim", "Source", "Verdict", "Notebook"), rows)
+
+
+def with_claims(text: str, registry: dict[str, Claim]) -> str:
+    """README's text with the claims table between its markers."""
+    start, end = MARKERS
+    if text.count(start) != 1 or text.count(end) != 1:
+        raise UserError(f"README.md must hold {start} and {end} once each, for the claims table")
+    head, rest = text.split(start)
+    return f"{head}{start}\n{readme_table(registry)}{end}{rest.split(end)[1]}"
+
+
+def status(root: Path) -> str:
+    """The status page: what was executed, where and when, and what it found."""
+    folders = root / "book" / "executed", root / "build" / "smoke", root / "build" / "gpu"
+    rows = []
+    for folder in folders:
+        for name, nb in read_executed(folder).items():
+            about = nb["metadata"]["lowprec"]
+            verdicts = [record["verdict"] for record in about["verdicts"]]
+            counts = [f"{verdicts.count(v)} {v}" for v in claims.VERDICTS if v in verdicts]
+            page = f"{{doc}}`/executed/{name}`" if folder == folders[0] else name
+            machine = f"{about['hardware']}, torch {about['torch']}"
+            rows.append((page, about["profile"], about["date"], machine,
+                         f"{about['seconds']:.0f} s", ", ".join(counts)))  # fmt: skip
+    header = ("Page", "Profile", "Executed", "On", "Took", "Verdicts")
+    return (
+        "# Status\n\n"
+        "What this copy of the book was made from. Each row is one execution of a notebook.\n\n"
+        + table(header, sorted(rows))
+    )
+
+
+def figures(nb: dict) -> dict[str, str]:
+    """The HTML of each figure of an executed notebook, by its name."""
+    outputs = [o.get("data", {}) for c in nb["cells"] for o in c.get("outputs", [])]
+    return {o[FIGURE_MIME]["name"]: "".join(o["text/html"]) for o in outputs if FIGURE_MIME in o}
+
+
+def raw_html(markup: str) -> str:
+    return f"```{{raw}} html\n{markup}\n```\n"
+
+
+def copy_downloads(root: Path, executed) -> list[Path]:
+    """Publish each page's source and executed notebook under downloads/NAME/."""
+    extra = root / "book" / "_generated" / "extra"
+    extra.mkdir(parents=True)
+    copied = []
+    for name in executed:
+        folder = extra / "downloads" / name
+        folder.mkdir(parents=True)
+        copied += [
+            Path(shutil.copy(root / "notebooks" / f"{name}.ipynb", folder / "source.ipynb")),
+            Path(shutil.copy(root / "book/executed" / f"{name}.ipynb", folder / "executed.ipynb")),
+        ]
+    return copied

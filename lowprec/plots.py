@@ -1,0 +1,182 @@
+"""Figures: one style, one colour per policy, and the data behind each figure beside it.
+
+`save_figure` shows a figure as an inline SVG whose ink is the page's text colour, so that it reads
+on a white and on a dark background, with its caption, its alternative text, a badge that says
+whether it was computed here or recorded on a GPU, and its table as a CSV download.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import io
+import re
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from lowprec import UserError
+from lowprec.notebook import FIGURE_MIME
+
+COLOURS = {
+    "LOW": "#e8590c",
+    "LOW+delta_from=o_fp32": "#2395f8",
+    "FA2": "#7335fe",
+    "PAPER": "#983eab",
+    "RELEASED": "#a65335",
+    "ALL_FP32": "#808080",
+}
+"""Each at least 3:1 against a white and a dark page, and told apart by readers with any of the
+common colour deficiencies."""
+SPARE = ("#23a774", "#b28f00", "#d80b11", "#4f97ba", "#869a56", "#b68884")
+
+INK = "#1a1a1a"
+"""Text, axes and grid: replaced in the SVG by the page's own text colour."""
+STYLE = {
+    "figure.figsize": (7.2, 4.0),
+    "figure.dpi": 100,
+    "figure.constrained_layout.use": True,
+    "font.size": 11,
+    "axes.labelsize": 11,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.18,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "svg.fonttype": "path",
+    "axes.prop_cycle": matplotlib.cycler(color=[*COLOURS.values(), *SPARE]),
+    **{f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")},
+    **{f"axes.{part}": INK for part in ("edgecolor", "labelcolor", "titlecolor")},
+}
+
+MAX_CSV = 400_000
+"""Bytes of CSV behind one figure."""
+MIN_WIDTH = 560
+"""Pixels below which a figure scrolls inside its own frame instead of shrinking."""
+
+
+def colour(policy) -> str:
+    """The colour of a policy, by its name or `str()`; others get one of SPARE by their name."""
+    name = str(policy)
+    if name in COLOURS:
+        return COLOURS[name]
+    return SPARE[int(hashlib.sha256(name.encode()).hexdigest(), 16) % len(SPARE)]
+
+
+def subplots(*args, **kwargs):
+    """`matplotlib.pyplot.subplots` in the book's style."""
+    plt.rcParams.update(STYLE)
+    return plt.subplots(*args, **kwargs)
+
+
+def label_ends(ax, labels: dict | None = None, gap: float = 0.055) -> None:
+    """Write each line's label at its right end, in its colour, instead of a legend.
+
+    labels: label to text, to shorten or to leave out (None). gap: least distance between two
+    labels as a fraction of the axis' height.
+    """
+    ends = []
+    for line in ax.get_lines():
+        label = (labels or {}).get(line.get_label(), line.get_label())
+        x, y = line.get_data()
+        if label and not label.startswith("_") and len(x):
+            height = ax.transAxes.inverted().transform(ax.transData.transform((x[-1], y[-1])))[1]
+            ends.append([height, label, line.get_color()])
+    ends.sort(key=lambda end: end[0])
+    previous = -1.0
+    for height, label, tint in ends:
+        previous = max(height, previous + gap)
+        ax.text(1.01, previous, label, color=tint, transform=ax.transAxes, va="center")
+
+
+def save_figure(fig, table: pd.DataFrame, name: str, alt: str, caption: str, hardware=None) -> None:
+    """Show a figure on its page with caption, badge and data, and close it.
+
+    table: the numbers drawn, at most 400 kB as CSV. name: short and unique on its page, a-z, 0-9
+    and "-". alt: what the figure shows, for a reader who cannot see it. hardware: the machine that
+    made the data, if it was not computed on this page.
+    """
+    from IPython.display import display
+
+    data, metadata = bundle(fig, table, name, alt, caption, hardware)
+    plt.close(fig)
+    display(data, metadata=metadata, raw=True)
+
+
+def bundle(fig, table, name, alt, caption, hardware=None) -> tuple[dict, dict]:
+    """The output of `save_figure` as (data by MIME type, metadata)."""
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise UserError(f"figure name {name!r} must be made of a-z, 0-9 and single hyphens")
+    for part, text in (("alt", alt), ("caption", caption)):
+        if not text.strip():
+            raise UserError(f"figure {name} has no {part} text: say what it shows")
+    csv = table.to_csv(index=False, float_format="%.9g", lineterminator="\n").encode()
+    if len(csv) > MAX_CSV:
+        raise UserError(
+            f"the table of figure {name} is {len(csv):,} bytes of CSV and {MAX_CSV:,} is the most: "
+            f"keep every n-th row, or only the columns that are drawn"
+        )
+    about = {"name": name, "id": f"figure-{name}", "alt": alt, "caption": caption,
+             "hardware": hardware}  # fmt: skip
+    data = {
+        "text/plain": f"Figure {name}: {alt}",
+        "text/html": _html(svg(fig, name, alt), csv, about),
+        "image/png": base64.b64encode(png(fig, alt)).decode(),
+        FIGURE_MIME: about,
+    }
+    return data, {"image/png": {"alt": alt}}
+
+
+def svg(fig, name: str, alt: str) -> str:
+    """The figure as an inline SVG element: ids of its own, no background, ink in currentColor."""
+    raw = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with plt.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
+        fig.savefig(raw, format="svg", metadata=nothing, facecolor="none")
+    text = raw.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"#(1a1a1a|000000)\b", "currentColor", text)
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
+    box = re.search(r'viewBox="[^"]+"', text)[0]
+    width = float(box.split()[2])
+    head = (
+        f'<svg {box} role="img" aria-label="{html.escape(alt)}" fill="currentColor" '
+        f'style="display:block;width:100%;min-width:{MIN_WIDTH}px;max-width:{width * 4 / 3:.0f}px" '
+        f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    )
+    # No blank line: one would end the HTML block when a page includes the figure.
+    return re.sub(r"\n\s*", "\n", head + text[text.index(">") + 1 :]).strip()
+
+
+def png(fig, alt: str) -> bytes:
+    """The figure on white, for readers of the notebook file where HTML is not shown."""
+    raw = io.BytesIO()
+    about = {"Software": None, "Description": alt}
+    fig.savefig(raw, format="png", dpi=100, facecolor="white", metadata=about)
+    return raw.getvalue()
+
+
+def _html(image: str, csv: bytes, about: dict) -> str:
+    badge = f"recorded on {about['hardware']}" if about["hardware"] else "computed on this page"
+    link = "data:text/csv;base64," + base64.b64encode(csv).decode()
+    return f"""<figure class="lowprec-figure" id="{about["id"]}" style="margin:1em 0">
+<div class="lowprec-scroll" style="overflow-x:auto" tabindex="0">
+{image}
+</div>
+<figcaption>{html.escape(about["caption"])}
+<span class="lowprec-badge">{html.escape(badge)}</span>
+<a class="lowprec-data" download="{about["name"]}.csv" href="{link}">data (CSV)</a></figcaption>
+</figure>"""
