@@ -172,9 +172,9 @@ def repo_root() -> Path:
     """The folder that holds data/ and notebooks/: from the working directory up, else the source."""
     here = Path.cwd()
     for folder in (here, *here.parents, Path(__file__).resolve().parent.parent):
-        if (folder / "data" / "manifest.json").is_file():
+        if (folder / "data").is_dir() and (folder / "notebooks").is_dir():
             return folder
-    raise UserError("no data/manifest.json here or above; run from a clone of the repository")
+    raise UserError("no data/ and notebooks/ here or above; run from a clone of the repository")
 
 
 def data_root() -> Path:
@@ -208,8 +208,8 @@ def verify(root: Path | None = None) -> int:
     root = root or data_root()
     try:
         entries = json.loads((root / "manifest.json").read_text())
-    except ValueError:
-        raise UserError("data/manifest.json is damaged; restore it from git") from None
+    except (OSError, ValueError):
+        raise UserError("data/manifest.json is missing or damaged; restore it from git") from None
     present = {p.relative_to(root).as_posix(): p for p in _data_files(root)}
     wrong = [f"{name} is missing" for name in entries if name not in present]
     wrong += [f"{name} is not in the manifest" for name in present if name not in entries]

@@ -176,13 +176,13 @@ class Recorder:
             raise UserError(
                 f"{self.part} holds an unfinished run; remove it, or choose another name"
             )
-        self.part.mkdir(parents=True)
         recorded = dataclasses.asdict(config) | {"device": device, "data": tokens.name}
         self.info = dict(
             name=out.name, arm=arm or PrecisionPolicy.parse(config.policy).slug, config=recorded,
             impl=resolve_impl(config.impl, device), data_sha256=tokens.sha256,
             **runs.provenance(device),
         )  # fmt: skip
+        self.part.mkdir(parents=True)
         self.pending, self.metrics, self.probes = [], [], []
         self.rows_since = 0
         self.started = time.time()

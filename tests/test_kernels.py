@@ -46,11 +46,11 @@ def run_kernels(q, k, v, do, policy, causal=True):
     return dict(zip(names, (used, o_fp32, lse, ties, *grads), strict=True))
 
 
-def flips(got, wanted, fmt=BF16):
-    """(share of elements that differ, largest difference in ulp of the larger magnitude)."""
+def flips(got, wanted, scale):
+    """(share of elements that differ, largest difference in BF16 ulp of `scale`)."""
     got, wanted = got.double(), wanted.double()
-    unit = ulp(torch.maximum(got.abs(), wanted.abs()), fmt)
-    return (got != wanted).double().mean().item(), ((got - wanted).abs() / unit).max().item()
+    worst = ((got - wanted).abs() / ulp(scale.double(), BF16)).max()
+    return (got != wanted).double().mean().item(), worst.item()
 
 
 def check(device, name, policy, shape, causal=True):
@@ -61,9 +61,11 @@ def check(device, name, policy, shape, causal=True):
     got = run_kernels(q, k, v, do, policy, causal)
     assert all(value.isfinite().all() for value in got.values())
     if policy.o.fmt is BF16:
-        share, worst = flips(got["o"], t.o)
-        # a flip of S or of l by one ulp moves a whole row; on the GPU, sums differ more often
-        assert worst <= 2 and share < 0.03, ("o", share, worst)
+        size = (t.p.double() @ v.double().abs()) / t.l[..., None]  # what an element of O is summed from
+        share, worst = flips(got["o"], t.o, size)
+        # p, l, o_acc and o may each flip by an ulp; a flip of s by an ulp moves p by exp of that
+        of_s = 0 if policy.s.is_fp32 else ulp(t.s[t.s.isfinite()].abs().max(), BF16).item()
+        assert worst <= 4 + 2 * of_s * 2**8 and share < 0.03, ("o", share, worst)
     exact = oracle(q, k, v, causal, do=do)
     for field in ("o", "dq", "dk", "dv"):
         error, allowed = ((x[field].double() - getattr(exact, field)).norm()
@@ -79,6 +81,8 @@ def check(device, name, policy, shape, causal=True):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_kernel_equals_emulation(device, name, policy):
+    if device == "cpu" and name in ("sink", "lowrank") and policy not in (LOW, FA2):
+        pytest.skip("the interpreter is slow; these families run on the GPU")
     check(device, name, policy, (1, 1, 150, 64) if device == "cpu" else (2, 3, 1000, 64))
 
 
@@ -92,9 +96,9 @@ def test_shapes(device, n, d, causal):
 @pytest.mark.parametrize("device", DEVICES)
 def test_strided_views_and_bitwise_repeat(device):
     """q, k, v as views of one (B, T, 3, H, D) tensor give what copies give, twice the same."""
-    fused = torch.randn(2, 70, 3, 2, 64, device=device).bfloat16()
+    fused = torch.randn(1, 70, 3, 2, 64, device=device).bfloat16()
     views = [fused[:, :, i].transpose(1, 2) for i in range(3)]
-    do = torch.randn(2, 2, 70, 64, device=device).bfloat16()
+    do = torch.randn(1, 2, 70, 64, device=device).bfloat16()
     a = run_kernels(*views, do, LOW)
     for again in (views, [x.contiguous() for x in views]):
         b = run_kernels(*again, do, LOW)
@@ -123,14 +127,14 @@ def test_signed_bias_contract(device):
     """
     g = torch.Generator().manual_seed(1)
     n, d = 128, 64
-    k = torch.zeros(1, 4, n, d)
+    k = torch.zeros(1, 2, n, d)
     k[:, :, :2, 0] = 10.0  # two keys tie so far above the rest that it adds 0.2 ulp in all
-    q = torch.zeros(1, 4, n, d)
+    q = torch.zeros(1, 2, n, d)
     q[..., 0] = 10.0
-    k[:, :, 2:, 0] = 1.0 + 0.1 * torch.rand(1, 4, n - 2, generator=g)
-    v = -(2 + 2 * torch.rand(1, 4, n, d, generator=g))
+    k[:, :, 2:, 0] = 1.0 + 0.1 * torch.rand(1, 2, n - 2, generator=g)
+    v = -(2 + 2 * torch.rand(1, 2, n, d, generator=g))
     q, k, v = (x.bfloat16().to(device) for x in (q, k, v))
-    do = torch.randn(1, 4, n, d, generator=g).bfloat16().to(device)
+    do = torch.randn(1, 2, n, d, generator=g).bfloat16().to(device)
     policy = ALL_FP32.replace(s="bf16", p="bf16", o_acc="bf16")
     got = run_kernels(q, k, v, do, policy)
     mean, bound = bias_of_tied_rows(got["o"], got["o_fp32"], got["ties"], lambda t: t == 2)

@@ -1,0 +1,121 @@
+"""The one entry: every implementation, autograd, the probe, and torch.compile kept out."""
+
+import pytest
+import torch
+from conftest import family
+
+from lowprec import UserError
+from lowprec.attention import PROBE_COLUMNS, attention, resolve_impl
+from lowprec.policy import ALL_FP32, FA2, LOW
+from lowprec.reference import emulate, oracle
+
+
+def run(inputs, policy, probe=None, **how):
+    q, k, v, do = inputs
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    o = attention(*leaves, policy, probe=probe, **how)
+    o.backward(do)
+    return o.detach(), *(t.grad for t in leaves)
+
+
+@pytest.mark.parametrize("impl", ["oracle", "emulate", "sdpa"])
+def test_implementations_agree_on_fp32_inputs(impl):
+    inputs = family("normal", (1, 2, 40, 32), dtype=torch.float32)
+    q, k, v, do = inputs
+    policy = FA2 if impl == "sdpa" else ALL_FP32
+    t = oracle(q, k, v, do=do)
+    for got, wanted in zip(run(inputs, policy, impl=impl), (t.o, t.dq, t.dk, t.dv), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_emulate_and_autograd_return_the_trace(inputs):
+    q, k, v, do = inputs
+    t = emulate(q, k, v, LOW, tile=32, do=do)
+    for got, wanted in zip(run(inputs, LOW, tile=32), (t.o, t.dq, t.dk, t.dv), strict=True):
+        assert got.dtype == q.dtype and torch.equal(got, wanted.to(q.dtype))
+
+
+def test_triton_equals_emulate_through_the_entry():
+    pytest.importorskip("triton")
+    from lowprec.kernels import launch
+
+    if launch.NATIVE:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    inputs = family("normal", (1, 2, 80, 64))
+    for got, wanted in zip(run(inputs, LOW, impl="triton"), run(inputs, LOW), strict=True):
+        assert (got.double() - wanted.double()).norm() <= 0.01 * wanted.double().norm()
+
+
+@pytest.mark.parametrize("impl", ["emulate", "triton"])
+def test_probe_gradient_is_the_sum_over_rows_and_accumulates(impl):
+    if impl == "triton":
+        pytest.importorskip("triton")
+    q, k, v, do = inputs = family("tied", (2, 3, 64, 64))
+    t = emulate(q, k, v, LOW, do=do)
+    probe = torch.zeros(3, len(PROBE_COLUMNS), requires_grad=True)
+    plain = run(inputs, LOW, impl=impl)
+    with_probe = run(inputs, LOW, probe=probe, impl=impl)
+    assert all(torch.equal(a, b) for a, b in zip(plain, with_probe, strict=True))
+    bias = t.delta_o - t.delta_ref
+    wanted = torch.stack([bias.sum((0, 2)), bias.abs().sum((0, 2)), (t.ties > 1).sum((0, 2))], -1)
+    torch.testing.assert_close(probe.grad, wanted.float(), rtol=1e-2, atol=1e-2)
+    run(inputs, LOW, probe=probe, impl=impl)
+    torch.testing.assert_close(probe.grad, 2 * wanted.float(), rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("impl", ["emulate", "triton"])
+def test_operator_is_well_formed(impl):
+    """Schema, fake implementation and autograd registration, by PyTorch's own checker."""
+    if impl == "triton":
+        pytest.importorskip("triton")
+    q, k, v, _ = family("normal", (1, 2, 32, 32))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    probe = torch.zeros(2, 3, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.lowprec.attention.default,
+        (*leaves, probe, "LOW", True, 0.2, 0, impl, 0),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_stochastic_backward_regenerates_the_forward():
+    inputs = family("normal", (1, 1, 32, 32))
+    policy = LOW.replace(s="bf16:stochastic", ds="bf16:stochastic")
+    a, b, c = (run(inputs, policy, seed=s) for s in (1, 1, 2))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(a[1], c[1])
+
+
+@pytest.mark.parametrize(
+    "how,word",
+    [
+        (dict(policy=LOW, impl="sdpa"), "FA2"),
+        (dict(policy=LOW, impl="cudnn"), "cudnn"),
+        (dict(policy=LOW.replace(x="bf16"), impl="triton"), "x=bf16"),
+        (dict(policy=LOW, impl="triton", tile=64), "tile=64"),
+        (dict(policy=LOW, probe=torch.zeros(1, 3)), "probe"),
+    ],
+)
+def test_errors_before_any_work(how, word):
+    q, k, v, _ = family("normal", (1, 2, 8, 32))
+    if how.get("impl") == "triton":
+        pytest.importorskip("triton")
+    with pytest.raises(UserError, match=word):
+        attention(q, k, v, **how)
+
+
+def test_auto():
+    assert resolve_impl("auto", "cpu") == "emulate" and resolve_impl("auto", "cuda") == "triton"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", [LOW, LOW.replace(delta_from="o_fp32"), FA2], ids=str)
+def test_compiled_model_gives_the_eager_roundings(policy):
+    """Under torch.compile the operator stays opaque: equal inputs give bitwise equal outputs."""
+    inputs = family("tied", (2, 3, 256, 64), device="cuda")
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, policy))
+    leaves = [t.clone().requires_grad_() for t in inputs[:3]]
+    o = compiled(*leaves)
+    o.backward(inputs[3])
+    eager = run(inputs, policy)
+    assert all(torch.equal(a, b) for a, b in zip((o, *(t.grad for t in leaves)), eager, strict=True))

@@ -1,0 +1,145 @@
+"""Run folders, what counts as an explosion, and the manifest."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from lowprec import UserError, runs
+from lowprec.runs import find_explosion, load_run, load_runs, window_mean
+
+CALM = 1.0 + 2.0 * np.exp(-np.arange(2000) / 200)
+
+
+def with_rise(height, start=1200, length=None, total=2000):
+    loss = CALM[:total].copy()
+    loss[start : None if length is None else start + length] += height
+    return loss
+
+
+def test_a_lasting_rise_is_an_explosion():
+    e = find_explosion(with_rise(1.0))
+    assert e.confirmed and 1200 < e.onset < 1250, "the 50-step mean reaches 0.5 midway"
+
+
+def test_a_rise_that_comes_back_is_a_spike():
+    assert find_explosion(with_rise(3.0, length=300)) is None
+    assert find_explosion(with_rise(3.0, length=600)).confirmed, "back only after the 500 steps"
+
+
+def test_a_small_rise_is_a_divergence():
+    assert find_explosion(with_rise(0.45)) is None
+
+
+def test_a_rise_at_the_end_is_not_confirmed():
+    e = find_explosion(with_rise(1.0, start=1700))
+    assert e is not None and not e.confirmed
+    exactly = with_rise(1.0, start=1200)
+    onset = find_explosion(exactly).onset
+    assert find_explosion(exactly[: onset + 501]).confirmed
+    assert not find_explosion(exactly[: onset + 500]).confirmed
+
+
+def test_non_finite_is_an_explosion_at_once():
+    loss = CALM.copy()
+    loss[700:] = np.nan
+    assert find_explosion(loss) == runs.Explosion(700, True)
+    loss[650:700] += 5
+    assert find_explosion(loss).onset < 700 and find_explosion(loss).confirmed
+    assert find_explosion([float("inf")]) == runs.Explosion(0, True)
+
+
+def test_nothing_happens_to_nothing():
+    assert find_explosion([]) is None and find_explosion(CALM) is None
+
+
+def test_window_mean_is_trailing():
+    values = np.random.default_rng(0).normal(size=200)
+    mean = window_mean(values)
+    assert mean[120] == pytest.approx(values[71:121].mean()) and mean[0] == values[0]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    source = runs.data_root() / "runs" / "explosion" / "low-seed1"
+    return shutil.copytree(source, tmp_path / "low-seed1")
+
+
+def test_load(folder):
+    run = load_run(folder)
+    assert str(run.policy) == "LOW" and run.seed == 1 and run.info["impl"] == "triton"
+    assert run.info["steps"] == len(run.metrics) and run.explosion.confirmed
+    commit = run.info["commit"]
+    assert len(commit) == 40 and set(commit) <= set("0123456789abcdef"), "a clean tree recorded it"
+    table = load_runs(folder.parent)
+    assert list(table.name) == ["low-seed1"] and bool(table.exploded[0])
+
+
+@pytest.mark.parametrize(
+    "damage,words",
+    [
+        (lambda f: (f / "run.json").unlink(), ("run.json",)),
+        (lambda f: (f / "run.json").write_text("{"), ("run.json", "restore")),
+        (lambda f: (f / "run.json").write_text("{}"), ("run.json", "restore")),
+        (lambda f: (f / "metrics.parquet").unlink(), ("metrics.parquet", "restore")),
+        (lambda f: (f / "metrics.parquet").write_bytes(b"x" * 50), ("metrics.parquet", "damaged")),
+        (lambda f: truncate(f / "metrics.parquet"), ("metrics.parquet", "damaged")),
+        (lambda f: shorten(f / "metrics.parquet"), ("metrics.parquet", "steps")),
+        (lambda f: shutil.rmtree(f), ("no run folder", "low-seed1")),
+    ],
+)
+def test_damaged_folders_are_named(folder, damage, words):
+    damage(folder)
+    with pytest.raises(UserError) as error:
+        load_run(folder)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+def test_damaged_probes_are_named_when_read(folder):
+    truncate(folder / "probes.parquet")
+    with pytest.raises(UserError, match="probes.parquet"):
+        load_run(folder).probes  # noqa: B018
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def shorten(path):
+    import pandas as pd
+
+    pd.read_parquet(path).iloc[:-1].to_parquet(path)
+
+
+def test_empty_campaign(tmp_path):
+    with pytest.raises(UserError, match="no run folders"):
+        load_runs(tmp_path)
+
+
+def test_the_repository_matches_its_manifest():
+    assert runs.verify() >= 30
+
+
+def test_manifest_names_what_differs(tmp_path):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("2")
+    runs.write_manifest(tmp_path)
+    assert runs.verify(tmp_path) == 2
+    (tmp_path / "a").write_text("3")
+    (tmp_path / "b").unlink()
+    (tmp_path / "c").write_text("4")
+    with pytest.raises(UserError) as error:
+        runs.verify(tmp_path)
+    for words in ("a differs", "b is missing", "c is not in the manifest", "verify --write"):
+        assert words in str(error.value)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="manifest.json"):
+        runs.verify(tmp_path)
+
+
+def test_run_json_holds_no_absolute_path():
+    for path in (runs.data_root() / "runs").rglob("run.json"):
+        text = path.read_text()
+        assert "/" not in text.replace("n/a", ""), path
+        assert json.loads(text)["hardware"]
