@@ -27,6 +27,7 @@ from queue import Queue
 import yaml
 
 from lowprec import UserError
+from lowprec.runs import at_root
 
 KEYS = ("question", "predictions", "preset", "train", "arms")
 
@@ -80,13 +81,18 @@ def run_campaign(path: str | Path, gpus: int | None = None, out: Path | None = N
     """Start what is missing, one process a GPU (or one on the CPU); return {run name: how it went}.
 
     out: folder for the runs instead of the YAML's own; logs go to OUT/logs.
+    Raises `UserError` before anything starts if the tokens are not there.
     """
     import torch
+
+    from lowprec.data import load_tokens
 
     jobs = load_campaign(path, **overrides)
     if out is not None:
         jobs = [dataclasses.replace(job, out=Path(out) / job.out.name) for job in jobs]
     missing = [job for job in jobs if not job.out.exists()]
+    for path in {job.config.data for job in missing}:
+        load_tokens(at_root(path), verify=False)
     slots = Queue()
     for index in range(gpus or max(torch.cuda.device_count(), 1)):
         slots.put(index)

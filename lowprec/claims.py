@@ -33,7 +33,8 @@ OPERATORS = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-VERDICTS = ("supported", "refuted", "inconclusive", "not run")
+BOXES = {"supported": "tip", "refuted": "danger", "inconclusive": "warning", "not run": "note"}
+VERDICTS = tuple(BOXES)
 WORDS = {"==": "equal to", "!=": "other than", "<": "below", "<=": "at most", ">": "above",
          ">=": "at least"}  # fmt: skip
 
@@ -120,16 +121,25 @@ class Result:
         need = f", {c.n} needed" if self.n < c.n else ""
         return f"{c.metric} {self.text}, n = {self.n}{need}"
 
-    def markdown(self, cite: bool = False) -> str:
-        """The verdict as a short paragraph; `cite` writes the source as a citation of the book."""
+    def markdown(self) -> str:
+        """The verdict in words: what was claimed, measured, and what would refute it."""
         c = self.claim
-        source = "this book" if c.source is None else f"{{cite:t}}`{c.source}`" if cite else c.source
-        lines = [
-            f"**{self.verdict.capitalize()}.** {c.sentence}",
+        return self._paragraphs(f"**{self.verdict.capitalize()}.** {c.sentence}", c.source)
+
+    def myst(self) -> str:
+        """The same for a page of the book: a box in the verdict's colour, the source a citation."""
+        c = self.claim
+        body = self._paragraphs(c.sentence, c.source and f"{{cite:t}}`{c.source}`")
+        box = BOXES[self.verdict]
+        return f":::{{admonition}} {self.verdict.capitalize()}\n:class: {box}\n{body}\n:::\n"
+
+    def _paragraphs(self, sentence: str, source: str | None) -> str:
+        c = self.claim
+        rule = (
             f"Measured: {self.measured()}. Supported if {WORDS[c.operator]} {number(c.threshold)}. "
-            f"Would refute it: {c.refuted_if.rstrip('.')}. Source: {source}.",
-        ]
-        return "\n\n".join(lines + ([self.note] if self.note else []))
+            f"Would refute it: {c.refuted_if.rstrip('.')}. Source: {source or 'this book'}."
+        )
+        return "\n\n".join(filter(None, (sentence, rule, self.note)))
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -152,8 +162,8 @@ def number(value) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:.4g}"
+        return f"{int(value):,}".replace("-", "−")
+    return f"{value:.4g}".replace("-", "−")
 
 
 def load(path: Path | None = None) -> dict[str, Claim]:
@@ -231,7 +241,9 @@ def _result(claim, value, n, interval, profile, note, registered) -> Result:
 
 def main(argv: list[str]) -> None:
     """Print the claims and their recorded verdicts; with --write, write the book's pages."""
-    parser = argparse.ArgumentParser(prog="python -m lowprec claims", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lowprec claims", description=main.__doc__, allow_abbrev=False
+    )
     parser.add_argument("--write", action="store_true", help="write the generated pages and tables")
     if parser.parse_args(argv).write:
         from lowprec import pages

@@ -137,8 +137,9 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
         config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
         try:
             nb = papermill.execute_notebook(
-                source, None, parameters=values, progress_bar=False, config=config
-            )
+                source, None, parameters=values, kernel_name="python3", progress_bar=False,
+                config=config,
+            )  # fmt: skip
         except PapermillExecutionError as error:
             raise _sentence(source, error) or error from None
     seconds = time.monotonic() - start
@@ -168,6 +169,14 @@ def _sentence(source: Path, error) -> UserError | None:
     return None
 
 
+def _show_verdict(output) -> None:
+    """Give a verdict the looks it has in the book."""
+    from lowprec.claims import Result
+
+    if CLAIM_MIME in output.get("data", {}):
+        output.data["text/markdown"] = Result.from_dict(output.data[CLAIM_MIME]).myst()
+
+
 def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = False):
     """What papermill returned, as a page: cleaned, with provenance and the rerun cell."""
     nb = copy.deepcopy(nb)
@@ -181,6 +190,7 @@ def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = F
             cell.outputs = _merge_streams(cell.outputs)
     for output in outputs:
         _scrub(output)
+        _show_verdict(output)
     about = {
         "notebook": name,
         "profile": profile,

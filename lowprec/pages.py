@@ -34,7 +34,7 @@ def write(root: Path) -> list[Path]:
     shutil.rmtree(generated, ignore_errors=True)
     texts = {generated / "claims_table.md": claims_table(registry, results, set(executed))}
     for id, result in results.items():
-        texts[generated / f"claim-{id}.md"] = result.markdown(cite=True) + "\n"
+        texts[generated / f"claim-{id}.md"] = result.myst()
     for name, nb in executed.items():
         for figure, markup in figures(nb).items():
             texts[generated / f"figure-{name}-{figure}.md"] = raw_html(markup)
@@ -72,9 +72,12 @@ def check_coverage(registry, executed, sources: Path) -> dict[str, Result]:
 
 def table(header: tuple[str, ...], rows) -> str:
     """A Markdown table."""
-    cells = [header, ("---",) * len(header), *rows]
-    lines = (" | ".join(str(c).replace("|", "\\|").replace("\n", " ") for c in row) for row in cells)
-    return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+    def line(row):
+        cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
+        return f"| {' | '.join(cells)} |\n"
+
+    return "".join(map(line, [header, ("---",) * len(header), *rows]))
 
 
 def claims_table(registry: dict[str, Claim], results: dict[str, Result], pages: set[str]) -> str:

@@ -181,6 +181,12 @@ def data_root() -> Path:
     return repo_root() / "data"
 
 
+def at_root(path: str | Path) -> Path:
+    """A path as given if it exists, else relative to the repository's root."""
+    path = Path(path)
+    return path if path.exists() or path.is_absolute() else repo_root() / path
+
+
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -96,7 +96,7 @@ def train(config: TrainConfig, out: str | Path, arm: str = "") -> runs.Run:
     if out.exists():
         raise UserError(f"run folder {out} exists and is never overwritten; choose another name")
     device = pick_device(config.device)
-    tokens = data.load_tokens(config.data)
+    tokens = data.load_tokens(runs.at_root(config.data))
     recorder = Recorder(config, out, arm, device, tokens)
     with deterministic():
         end = _loop(config, tokens, device, recorder)

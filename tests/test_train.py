@@ -149,7 +149,7 @@ preset: tiny
 train: {n_layer: 1, n_head: 2, n_embd: 32, block_size: 16, batch_size: 2, steps: 2}
 arms:
   low: {policy: LOW, seeds: [0]}
-  bad: {policy: LOW, data: nowhere, seeds: [0]}
+  bad: {policy: LOW, lr: -1.0, seeds: [0]}
 """
 
 
@@ -158,11 +158,19 @@ def test_a_campaign_runs_what_is_missing_and_survives_a_failed_arm(tmp_path):
     file.write_text(CAMPAIGN)
     result = campaign.run_campaign(file)
     assert result["low-seed0"].startswith("done") and "failed" in result["bad-seed0"]
-    assert "nowhere" in (tmp_path / "logs" / "bad-seed0.txt").read_text()
+    assert "learning rate" in (tmp_path / "logs" / "bad-seed0.txt").read_text()
     again = campaign.run_campaign(file)
     assert again["low-seed0"] == "recorded before" and "failed" in again["bad-seed0"]
     table = runs.load_runs(tmp_path)
     assert list(table.name) == ["low-seed0"] and table.arm[0] == "low"
+
+
+def test_a_campaign_without_tokens_starts_nothing(tmp_path):
+    file = tmp_path / "campaign.yaml"
+    file.write_text(CAMPAIGN)
+    with pytest.raises(UserError, match="nowhere"):
+        campaign.run_campaign(file, data="nowhere")
+    assert [p.name for p in tmp_path.iterdir()] == ["campaign.yaml"]
 
 
 def test_the_recorded_campaign_is_the_committed_one():
@@ -184,7 +192,7 @@ def test_the_recorded_campaign_is_the_committed_one():
     [
         (CAMPAIGN.replace("predictions: [p]", ""), "predictions"),
         (CAMPAIGN.replace("tiny", "huge"), "preset"),
-        (CAMPAIGN.replace("data: nowhere", "lrr: 1"), "did you mean lr"),
+        (CAMPAIGN.replace("lr: -1.0", "lrr: 1"), "did you mean lr"),
         (CAMPAIGN.replace("seeds: [0]", "seeds: []"), "no seeds"),
         (CAMPAIGN.replace("arms:", "arm:"), "arms"),
         ("a: [", "YAML"),

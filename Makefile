@@ -1,0 +1,80 @@
+# Two commands: `make book` and `make test`. Each sets itself up; Python 3.11 or newer and make
+# are all they need.
+#
+# On Linux the default torch wheel brings several GB of CUDA libraries. On a machine without a GPU
+# point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels (its install page says
+# where): pip then takes 2.13.0+cpu, which satisfies the same pin.
+
+PYTHON  ?= python3
+PROFILE ?= recorded
+PORT    ?= 8000
+
+BIN   := .venv/bin
+PY    := $(BIN)/python
+VENV  := .venv/.stamp
+BOOK  := book/_build/html
+NAMES := $(basename $(notdir $(wildcard notebooks/[0-9][0-9]_*.ipynb)))
+
+# What every executed notebook depends on besides its own source and profile.
+EVIDENCE := $(shell find lowprec -name '*.py') $(shell find data -type f -not -path '*/.*') book/claims.yml
+# What the pages depend on besides the executed notebooks. _generated and status.md are written
+# from these.
+PAGES := $(filter-out book/status.md,$(wildcard book/*.md book/*.yml book/*.bib book/_static/*)) \
+         README.md
+
+.PHONY: book test notebooks serve check-book check-links strip clean
+.DELETE_ON_ERROR:
+
+book: book/_build/.stamp
+
+test: $(VENV)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+
+# One rule a profile: `recorded` is what the book shows, the others go to build/.
+folder = $(if $(filter recorded,$(1)),book/executed,build/$(1))
+define execute
+$(call folder,$(1))/%.ipynb: notebooks/%.ipynb notebooks/profiles/$(1).yaml $(EVIDENCE) $(VENV)
+	$(PY) -m lowprec notebook $$< $$@ --profile $(1)
+endef
+$(foreach profile,smoke recorded gpu,$(eval $(call execute,$(profile))))
+
+ifneq ($(filter-out smoke recorded gpu,$(PROFILE)),)
+$(error PROFILE is '$(PROFILE)': take smoke, recorded or gpu)
+endif
+notebooks: $(NAMES:%=$(call folder,$(PROFILE))/%.ipynb)
+
+RECORDED := $(NAMES:%=book/executed/%.ipynb)
+book/_build/.stamp: $(RECORDED) $(PAGES) $(VENV)
+	rm -f $(filter-out $(RECORDED),$(wildcard book/executed/*.ipynb))
+	rm -rf $(BOOK)
+	$(PY) -m lowprec claims --write
+	$(BIN)/jupyter-book build book --all -W --keep-going -n -q
+	@touch $@
+	@echo "The book: $(BOOK)/index.html (make serve shows it)"
+
+serve: book
+	$(PY) -m http.server $(PORT) --bind 127.0.0.1 --directory $(BOOK)
+
+check-book: book
+	$(PY) -m pytest -n auto -m book
+
+check-links: book
+	$(BIN)/jupyter-book build book --all --builder linkcheck -q
+
+strip: $(VENV)
+	$(BIN)/nbstripout notebooks/*.ipynb
+
+# Not .venv: it is the slow part, and it renews itself when the pins change.
+clean:
+	rm -rf build book/_build book/_generated book/executed book/status.md
+
+# --no-compile halves the time: Python compiles what is imported, when it is imported.
+$(VENV): constraints.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "$(PYTHON) is not there: install Python 3.11 or newer, or name one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("lowprec needs Python 3.11 or newer and %s is %d.%d: name a newer one with PYTHON=..." % ("$(PYTHON)", v[0], v[1]))'
+	@echo "Setting up .venv (two minutes when nothing is cached)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -q --no-compile --disable-pip-version-check \
+	  -c constraints.txt -e '.[book,data,test]'
+	@touch $@

@@ -1,0 +1,171 @@
+"""Sums of a few tied terms, rounded once: how large the mean signed error is, in ulp.
+
+A softmax row with k tied maxima adds k values of V, which are short numbers, and a residual, which
+is the rest of the row and small. The sum is formed in FP32 and rounded to the low format. Short
+numbers of one exponent put the sum exactly between two neighbours of the format far more often
+than chance would, and there the residual alone decides which way it goes.
+
+Signed error is rounded minus exact sum, in ulp of the format at the exact sum. Source of the
+argument: Qiu & Yao 2025, section 3.3.2 and Eq. 4; the measurements are this book's own.
+"""
+
+import math
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from matplotlib.patches import Rectangle
+
+from lowprec import UserError
+from lowprec.formats import Format, round_to, ulp
+
+RESIDUALS = ("none", "negative", "positive", "symmetric")
+
+
+class Bias(NamedTuple):
+    """Mean signed error in ulp, half the width of its 95 % interval, share of errors below 0."""
+
+    mean: float
+    half: float
+    negative: float
+    n: int
+
+    @property
+    def interval(self):
+        """95 % interval of the mean."""
+        return self.mean - self.half, self.mean + self.half
+
+    @property
+    def size_interval(self):
+        """The same for the mean's absolute value."""
+        return max(abs(self.mean) - self.half, 0.0), abs(self.mean) + self.half
+
+
+def bias(error):
+    """The `Bias` of a float64 tensor of independent signed errors."""
+    n = len(error)
+    half = 1.96 * error.std().item() / math.sqrt(n)
+    return Bias(error.mean().item(), half, (error < 0).double().mean().item(), n)
+
+
+def as_table(biases, *names):
+    """A dictionary of `Bias` by tuples of keys as a DataFrame; names: one for each key."""
+    rows = [(*key, *b) for key, b in biases.items()]
+    return pd.DataFrame(rows, columns=[*names, *Bias._fields])
+
+
+def check_format(fmt):
+    """The format if its sums can be studied here, else `UserError`."""
+    fmt = Format.parse(fmt)
+    if not 2 <= fmt.significand_bits <= 10 or fmt.max < 64:
+        raise UserError(
+            f"fmt {fmt.name} does not suit: take one with 2 to 10 stored significand bits that "
+            "reaches 64, for example bf16, fp16 or e4m3fn."
+        )
+    return fmt
+
+
+def tied_values(fmt, samples, k, generator, sign=-1):
+    """Values of V that tied tokens carry: uniform over the numbers of `fmt` in sign·[2, 4).
+
+    Returns float64 of shape (k, samples). sign: -1 or 1.
+    """
+    if samples < 2:
+        raise UserError(f"samples is {samples}: take at least 2.")
+    count = 2**fmt.significand_bits
+    steps = torch.randint(count, (k, samples), generator=generator)
+    return sign * (2 + 2.0 * steps.double() / count)
+
+
+def residual(total, fmt, kind, size, generator):
+    """The rest of the row: a half-normal number of standard deviation `size` ulp of `total`.
+
+    total: float64 tensor, the sum of the tied terms. kind: one of RESIDUALS; "symmetric" takes
+    either sign at random. Returns float64 of total's shape.
+    """
+    if kind not in RESIDUALS:
+        raise UserError(f"Unknown residual {kind!r}: take one of {', '.join(RESIDUALS)}.")
+    if size < 0:
+        raise UserError(f"The residual is {size} ulp large: take 0 or more.")
+    normal = torch.randn(total.shape, generator=generator, dtype=torch.float64)
+    if kind == "none":
+        normal.zero_()
+    elif kind != "symmetric":
+        normal = normal.abs() * (-1 if kind == "negative" else 1)
+    return size * normal * ulp(total, fmt)
+
+
+def sum_fp32(terms):
+    """Sum over the first dimension in its order, each partial sum rounded to FP32."""
+    total, *others = terms.float()
+    for term in others:
+        total = total + term
+    return total
+
+
+def sum_error(terms, fmt, rounding="nearest_even", generator=None):
+    """Signed error in ulp of the FP32 sum of `terms` rounded once to `fmt`.
+
+    terms: float64 of shape (terms, samples). Terms are rounded to FP32 first, and the exact sum
+    is that of the rounded ones. Returns float64 of shape (samples,).
+    """
+    terms = terms.float().double()
+    exact = terms.sum(0)
+    rounded = round_to(sum_fp32(terms), fmt, rounding=rounding, generator=generator)
+    return (rounded.double() - exact) / ulp(exact, fmt)
+
+
+def tied_sum_bias(
+    fmt, k, kind, size, samples, generator, weight=1.0, sign=-1, rounding="nearest_even"
+):
+    """`Bias` of `samples` sums of k tied terms weight·V and a residual; see `residual`.
+
+    weight: the tied P̄, a number of `fmt`. The generator also gives stochastic rounding its words.
+    """
+    ties = weight * tied_values(fmt, samples, k, generator, sign)
+    rest = residual(ties.sum(0), fmt, kind, size, generator)
+    return bias(sum_error(torch.cat([ties, rest[None]]), fmt, rounding, generator))
+
+
+def output_errors(fmt, k, rest, weight, samples, generator):
+    """Signed errors in ulp of one attention output by the place where it is rounded.
+
+    A row has k tied tokens of weight 1 with V in −[2, 4), and one more token of weight
+    `weight`·U(0.2, 1) with V uniform in −[rest[0], rest[1]], both rounded to `fmt`. Numerator and
+    row sum are FP32. Returns float64 tensors of shape (samples,) by name:
+
+        numerator   the numerator alone, rounded (Qiu & Yao, Eq. 4)
+        both        the rounded numerator divided by the row sum and rounded again
+        output      the FP32 numerator divided by the row sum and rounded
+    """
+
+    def uniform(low, high):
+        draw = torch.rand(1, samples, generator=generator, dtype=torch.float64)
+        return round_to(low + (high - low) * draw, fmt)
+
+    ties = tied_values(fmt, samples, k, generator)
+    p = uniform(0.2 * weight, weight)
+    terms = torch.cat([ties, -p * uniform(*rest)])
+    numerator, row_sum = sum_fp32(terms), sum_fp32(torch.cat([torch.ones(k, samples), p]))
+    exact = terms.sum(0) / (k + p[0])
+    rounded = {
+        "both": round_to(round_to(numerator, fmt) / row_sum, fmt),
+        "output": round_to(numerator / row_sum, fmt),
+    }
+    errors = {name: (value.double() - exact) / ulp(exact, fmt) for name, value in rounded.items()}
+    return {"numerator": sum_error(terms, fmt), **errors}
+
+
+def draw_bits(ax, x, y, bits, colour, digits=True):
+    """One row of unit boxes from (x, y) to the right, a bit of the string `bits` in each.
+
+    colour: one colour, or one per bit. A space in `bits` leaves its place empty.
+    """
+    colours = [colour] * len(bits) if isinstance(colour, str) else colour
+    for i, (bit, tint) in enumerate(zip(bits, colours, strict=True)):
+        if bit == " ":
+            continue
+        ax.add_patch(Rectangle((x + i, y), 1, 0.8, facecolor=tint, alpha=0.35, linewidth=0))
+        ax.add_patch(Rectangle((x + i, y), 1, 0.8, fill=False, edgecolor=tint, linewidth=1))
+        if digits:
+            ax.text(x + i + 0.5, y + 0.38, bit, ha="center", va="center", fontsize=9)

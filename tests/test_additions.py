@@ -1,0 +1,135 @@
+"""Rounded sums of tied terms: against exact enumeration, and the example worked in the paper."""
+
+import pytest
+import torch
+
+from lowprec import UserError
+from lowprec.additions import (
+    RESIDUALS,
+    Bias,
+    as_table,
+    bias,
+    check_format,
+    output_errors,
+    residual,
+    sum_error,
+    sum_fp32,
+    tied_sum_bias,
+    tied_values,
+)
+from lowprec.formats import BF16, E4M3, FP16, round_to, ulp
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def column(*terms):
+    return torch.tensor(terms, dtype=torch.float64)[:, None]
+
+
+def test_the_worked_addition():
+    """Values of Qiu & Yao 2025, section 3.3.2: the sum rounds to -4.71875; an ulp is 2^-5 there."""
+    error = sum_error(column(-2.40625, -2.296875, -1815 * 2.0**-21), BF16)
+    assert error.item() * 2**-5 == -0.014759540557861328
+    tie = sum_error(column(-2.40625, -2.296875, 0.0), BF16)
+    assert tie.item() == 0.5
+
+
+@pytest.mark.parametrize("fmt", [BF16, E4M3])
+@pytest.mark.parametrize("r", [0.0, -(2.0**-8), 2.0**-8])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_all_pairs_of_one_binade_are_biased_by_a_quarter_less_the_residual(fmt, r, sign):
+    count = 2**fmt.significand_bits
+    values = sign * (2 + 2.0 * torch.arange(count).double() / count)
+    pairs = torch.cartesian_prod(values, values).T
+    step = 4 / count
+    terms = torch.cat([pairs, torch.full((1, count**2), r * step, dtype=torch.float64)])
+    error = sum_error(terms, fmt)
+    # -4 + r lies in the lower binade, where an ulp is half as large: one pair has twice the error.
+    lower = 1 if r * sign < 0 else 0
+    expected = (r > 0) * (0.25 - r) - (r < 0) * (0.25 + r) - lower * r / count**2
+    assert error.mean().item() == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("fmt", [BF16, FP16, E4M3])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_tied_values_are_all_the_numbers_of_the_binade(fmt, sign):
+    values = tied_values(fmt, 20_000, 3, seeded(), sign)
+    assert values.shape == (3, 20_000) and values.dtype == torch.float64
+    assert torch.equal(round_to(values, fmt), values)
+    assert (sign * values).min() == 2 and (sign * values).max() == 4 - ulp(values[0, :1], fmt)
+    assert len(values.unique()) == 2**fmt.significand_bits
+
+
+def test_residuals_have_the_size_and_sign_they_are_asked_for():
+    total = torch.full((20_000,), -5.0, dtype=torch.float64)
+    found = {kind: residual(total, BF16, kind, 0.1, seeded()) * 2**5 for kind in RESIDUALS}
+    assert (found["none"] == 0).all()
+    assert (found["negative"] < 0).all() and (found["positive"] > 0).all()
+    assert 0.48 < (found["symmetric"] < 0).double().mean() < 0.52
+    for kind in RESIDUALS[1:]:
+        assert found[kind].square().mean().sqrt().item() == pytest.approx(0.1, rel=0.02)
+
+
+def test_the_sum_is_formed_in_fp32_from_left_to_right():
+    terms = column(1.0, 2.0**-24, 2.0**-24)
+    assert sum_fp32(terms).item() == 1.0
+    assert sum_fp32(terms.flip(0)).item() == 1 + 2.0**-23
+
+
+def test_bias_is_the_mean_with_its_interval():
+    error = torch.tensor([-0.5, -0.5, 0.0, 0.5], dtype=torch.float64)
+    b = bias(error)
+    assert (b.mean, b.negative, b.n) == (-0.125, 0.5, 4)
+    assert b.half == pytest.approx(1.96 * (0.6875 / 3) ** 0.5 / 2)
+    assert b.interval == (-0.125 - b.half, -0.125 + b.half)
+    assert b.size_interval == (0.0, 0.125 + b.half)
+
+
+def test_a_table_has_a_column_for_each_key():
+    table = as_table({(2, "negative"): Bias(-0.2, 0.01, 0.5, 9)}, "ties", "residual")
+    assert table.to_dict("records") == [
+        dict(ties=2, residual="negative", mean=-0.2, half=0.01, negative=0.5, n=9)
+    ]
+
+
+def test_a_seed_gives_the_same_numbers_again():
+    runs = [tied_sum_bias(BF16, 2, "negative", 0.03, 500, seeded(4)) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0] != tied_sum_bias(BF16, 2, "negative", 0.03, 500, seeded(5))
+
+
+@pytest.mark.parametrize("rounding", ["toward_zero", "stochastic"])
+def test_the_rounding_mode_is_honoured(rounding):
+    b = tied_sum_bias(BF16, 2, "none", 0.0, 20_000, seeded(), rounding=rounding)
+    expected = 0.25 if rounding == "toward_zero" else 0.0
+    assert abs(b.mean - expected) < 0.02
+
+
+def test_without_another_token_division_by_two_changes_nothing():
+    errors = output_errors(BF16, 2, (1, 2), 0.0, 5_000, seeded())
+    assert torch.equal(errors["numerator"], errors["output"])
+    assert torch.equal(errors["numerator"], errors["both"])
+    assert set(errors["output"].abs().tolist()) == {0.0, 0.5}
+
+
+def test_rounding_the_quotient_once_is_within_half_an_ulp():
+    errors = output_errors(BF16, 4, (2, 4), 1e-3, 5_000, seeded())
+    assert 0.49 < errors["output"].abs().max() <= 0.5001
+    assert errors["both"].abs().max() > 0.51
+
+
+@pytest.mark.parametrize("name", ["fp32", "e2m1", "e8m1"])
+def test_formats_that_do_not_suit_are_refused(name):
+    with pytest.raises(UserError, match=f"fmt {name} does not suit: take one with"):
+        check_format(name)
+
+
+def test_other_mistakes_are_named():
+    with pytest.raises(UserError, match="samples is 1: take at least 2"):
+        tied_values(BF16, 1, 2, seeded())
+    with pytest.raises(UserError, match="Unknown residual 'up': take one of none"):
+        residual(torch.zeros(2).double(), BF16, "up", 0.1, seeded())
+    with pytest.raises(UserError, match="residual is -1 ulp large"):
+        residual(torch.zeros(2).double(), BF16, "negative", -1, seeded())

@@ -1,0 +1,257 @@
+"""The built book as a reader meets it: no network, a wide and a narrow window, light and dark.
+
+`make check-book` runs these; they need the book in book/_build/html and the system's Chromium.
+"""
+
+import html
+import json
+import re
+import shutil
+import threading
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin, urlparse
+
+import pytest
+
+from lowprec.notebook import FIGURE_MIME
+
+pytestmark = pytest.mark.book
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "book" / "_build" / "html"
+FILES = [p.relative_to(SITE) for p in SITE.rglob("*.html")]
+PAGES = sorted(p.as_posix() for p in FILES if p.parts[0] != "_static")
+CONTENT = [p for p in PAGES if p not in ("index.html", "genindex.html", "search.html")]
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --disable-background-networking "
+    "--disable-component-update --disable-sync --no-first-run"
+).split()
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+
+
+def test_the_book_is_built():
+    assert (SITE / "index.html").is_file(), "there is no book to read: run `make book`"
+    assert CHROMIUM, "there is no Chromium to read it with: install the package chromium"
+    assert len(CONTENT) > 5
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def base():
+    """Address of the book, served from this machine."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=SITE))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+
+@pytest.fixture
+def visit(base, browser):
+    """Opens a page and waits for it; afterwards asserts that nothing went wrong on the way."""
+    wrong, contexts = [], []
+
+    def open_page(page, viewport=DESK, theme="light"):
+        context = browser.new_context(viewport=viewport, color_scheme=theme, accept_downloads=True)
+        contexts.append(context)
+        context.add_init_script(
+            f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')"
+        )
+        context.route(lambda url: not url.startswith((base, "data:", "blob:")), block)
+        tab = context.new_page()
+        tab.on("console", lambda m: m.type == "error" and wrong.append(f"{page}: {m.text}"))
+        tab.on("pageerror", lambda error: wrong.append(f"{page}: {error}"))
+        tab.goto(base + page, wait_until="load")
+        if tab.evaluate("window.MathJax !== undefined"):
+            tab.wait_for_function("MathJax.startup !== undefined")
+            tab.evaluate("MathJax.startup.promise")
+        return tab
+
+    def block(route):
+        wrong.append(f"asks for {route.request.url}")
+        route.abort()
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not wrong, "\n".join(wrong)
+
+
+def width_beyond(tab):
+    """Pixels by which the page is wider than its window."""
+    return tab.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+
+
+def test_the_front_door_leads_to_the_first_page(base, browser):
+    with browser.new_context() as context:
+        tab = context.new_page()
+        tab.goto(base)
+        tab.wait_for_url(base + "intro.html")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p != "index.html"])
+def test_page_loads_with_the_network_closed(visit, page):
+    tab = visit(page)
+    has_equations = bool(re.search(r'class="math ', (SITE / page).read_text()))
+    assert (tab.locator("mjx-container").count() > 0) == has_equations
+    assert tab.locator("mjx-merror").count() == 0
+    assert width_beyond(tab) <= 0
+
+
+@pytest.mark.parametrize("page", CONTENT)
+def test_page_fits_a_phone(visit, page):
+    tab = visit(page, PHONE)
+    assert width_beyond(tab) <= 0
+    for frame in tab.locator(".lowprec-scroll").all():
+        inner, outer = frame.evaluate("e => [e.scrollWidth, e.clientWidth]")
+        assert inner >= 500 and outer <= PHONE["width"], "the figure scrolls in its own frame"
+
+
+def luminance(rgb):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(element, ink="color"):
+    """Contrast of an element's ink with what is behind it, and the luminance of that."""
+    found = element.evaluate(
+        """(e, property) => {
+            const ink = getComputedStyle(e)[property];
+            for (; e; e = e.parentElement) {
+                const c = getComputedStyle(e).backgroundColor;
+                if (c !== 'transparent' && !/, 0\\)$/.test(c)) return [ink, c];
+            }
+            return [ink, 'rgb(255, 255, 255)'];
+        }""",
+        ink,
+    )
+    rgb = [[float(n) / 255 for n in re.findall(r"[\d.]+", colour)[:3]] for colour in found]
+    low, high = sorted(map(luminance, rgb))
+    return (high + 0.05) / (low + 0.05), luminance(rgb[1])
+
+
+@pytest.mark.parametrize("page", [p for p in CONTENT if "lowprec-figure" in (SITE / p).read_text()])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_figures_are_seen_in_both_themes(visit, page, theme):
+    tab = visit(page, theme=theme)
+    figures = tab.locator("figure.lowprec-figure")
+    assert figures.count() > 0
+    for figure in figures.all():
+        image = figure.locator("svg")
+        assert image.get_attribute("role") == "img" and image.get_attribute("aria-label")
+        box = image.bounding_box()
+        assert box["width"] > 300 and box["height"] > 100
+        ratio, paper = contrast(figure.locator("figcaption"))
+        assert ratio >= 4.5
+        assert (paper < 0.1) == (theme == "dark"), "the figure has the page's own background"
+        letters = image.locator("g[id*=text_] use").all()
+        assert letters and min(contrast(letter, "fill")[0] for letter in letters) >= 3
+
+
+def executed_pages():
+    folder = ROOT / "book" / "executed"
+    return {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("*.ipynb"))}
+
+
+@pytest.mark.parametrize("name", executed_pages())
+def test_a_notebook_page_offers_its_sources_and_the_data_of_its_figures(visit, name):
+    tab = visit(f"executed/{name}.html")
+    source = ROOT / "notebooks" / f"{name}.ipynb"
+    assert download(tab, "the notebook") == (f"{name}.ipynb", source.read_bytes())
+    executed = ROOT / "book" / "executed" / f"{name}.ipynb"
+    assert download(tab, "this page, executed")[1] == executed.read_bytes()
+    outputs = [o for c in executed_pages()[name]["cells"] for o in c.get("outputs", [])]
+    names = [o["data"][FIGURE_MIME]["name"] for o in outputs if FIGURE_MIME in o.get("data", {})]
+    for figure in names:
+        assert tab.locator(f"#figure-{figure}").count() == 1
+        with tab.expect_download() as got:
+            tab.locator(f"#figure-{figure} a.lowprec-data").click()
+        csv = Path(got.value.path()).read_text()
+        assert got.value.suggested_filename == f"{figure}.csv" and csv.count("\n") > 1
+
+
+def download(tab, label):
+    with tab.expect_download() as got:
+        tab.get_by_role("link", name=label, exact=True).click()
+    return got.value.suggested_filename, Path(got.value.path()).read_bytes()
+
+
+@pytest.mark.parametrize("name", executed_pages())
+def test_a_notebook_page_says_how_to_rerun_it(name):
+    text = html.unescape(re.sub(r"<[^>]+>", "", (SITE / f"executed/{name}.html").read_text()))
+    assert f"papermill notebooks/{name}.ipynb out.ipynb -f notebooks/profiles/recorded.yaml" in text
+
+
+def test_search_finds_a_word(visit):
+    tab = visit("search.html?q=roundoff")
+    tab.wait_for_selector("#search-results li a")
+    found = tab.locator("#search-results li a").evaluate_all("links => links.map(a => a.href)")
+    assert any("glossary.html" in link for link in found)
+
+
+# The files themselves
+
+
+class Links(HTMLParser):
+    """What a page links to and loads, and the ids it has."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.loads, self.ids = [], [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if attrs.get("id"):
+            self.ids.add(attrs["id"])
+        if tag == "a" and attrs.get("href"):
+            self.links.append(attrs["href"])
+        elif tag == "link" and attrs.get("rel") in ("stylesheet", "preload", "icon"):
+            self.loads.append(attrs["href"])
+        elif attrs.get("src"):
+            self.loads.append(attrs["src"])
+
+
+@pytest.fixture(scope="module")
+def parsed():
+    return {page: Links((SITE / page).read_text()) for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(parsed, page):
+    for link in [*parsed[page].links, *parsed[page].loads]:
+        if urlparse(link).scheme:
+            assert link not in parsed[page].loads or link.startswith("data:"), f"loads {link}"
+            continue
+        target, anchor = urldefrag(urljoin(page, link))
+        target = unquote(urlparse(target).path) or page
+        assert (SITE / target).is_file(), f"{page} links to {link}"
+        if anchor and target in parsed:
+            assert unquote(anchor) in parsed[target].ids, f"{page}: no {anchor} in {target}"
+
+
+def test_styles_load_nothing_from_elsewhere():
+    for sheet in SITE.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text()), sheet.name
+
+
+def test_no_page_names_a_path_of_the_machine_that_built_it():
+    for path in SITE.rglob("*.html"):
+        assert str(ROOT) not in path.read_text(), path.name

@@ -1,0 +1,217 @@
+"""Verdicts follow from the rule, and nothing the book says about them can go stale unseen."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from lowprec import UserError, claims, pages
+from lowprec.notebook import CLAIM_MIME, as_page
+
+ROOT = Path(__file__).resolve().parent.parent
+ENTRY = dict(
+    id="bias", sentence="The bias is negative.", source="qiu2025", notebook="36_bias",
+    metric="mean error in ulp", operator="<", threshold=0.0, n=8, profile=["recorded", "gpu"],
+    refuted_if="the mean error is 0 or positive", verdict="supported",
+)  # fmt: skip
+
+
+@pytest.fixture
+def registry(tmp_path):
+    """Writes a claims.yml of the entries it is called with; returns its path."""
+
+    def write(*entries):
+        path = tmp_path / "claims.yml"
+        path.write_text(yaml.safe_dump(list(entries)))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "value, n, interval, verdict",
+    [
+        (-0.2, 8, None, "supported"),
+        (0.2, 8, None, "refuted"),
+        (0.0, 8, None, "refuted"),
+        (-0.2, 7, None, "inconclusive"),
+        (0.2, 7, None, "inconclusive"),
+        (-0.2, 8, (-0.3, -0.1), "supported"),
+        (-0.2, 8, (-0.5, 0.1), "inconclusive"),
+        (0.2, 8, (-0.1, 0.5), "inconclusive"),
+        (-0.2, 8, (-0.4, 0.0), "supported"),
+    ],
+)
+def test_rule(value, n, interval, verdict):
+    assert claims.parse(ENTRY).verdict_on(value, n, interval) == verdict
+
+
+@given(st.sampled_from(list(claims.OPERATORS)), st.floats(-1e3, 1e3), st.floats(-1e3, 1e3))
+def test_opposite_operators_give_opposite_verdicts(operator, value, threshold):
+    opposite = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}[operator]
+    verdicts = {
+        claims.parse({**ENTRY, "operator": op, "threshold": threshold}).verdict_on(value, 8)
+        for op in (operator, opposite)
+    }
+    assert verdicts == {"supported", "refuted"}
+
+
+def test_a_profile_that_cannot_measure_a_claim_does_not_run_it(registry):
+    result = claims.check("bias", math.nan, 0, profile="smoke", path=registry(ENTRY))
+    assert (result.verdict, result.value) == ("not run", None)
+    assert "needs profile recorded or gpu" in result.markdown()
+
+
+def test_a_verdict_other_than_the_recorded_one_stops_the_build(registry):
+    path = registry(ENTRY)
+    assert claims.check("bias", -1, 8, path=path).verdict == "supported"
+    with pytest.raises(UserError, match="claim bias is refuted .* says supported: .* update"):
+        claims.check("bias", 1, 8, path=path)
+    with pytest.raises(UserError, match="claim bias is inconclusive .* says supported"):
+        claims.check("bias", -1, 7, path=path)
+    assert claims.check("bias", 1, 8, profile="gpu", path=path).verdict == "refuted"
+
+
+def test_a_refuted_claim_is_a_result(registry):
+    result = claims.check("bias", 1, 8, path=registry({**ENTRY, "verdict": "refuted"}))
+    assert result.verdict == "refuted"
+    assert result.markdown().startswith("**Refuted.** The bias is negative.")
+
+
+def test_what_was_not_measured_has_no_verdict(registry):
+    path = registry(ENTRY)
+    with pytest.raises(UserError, match="claim bias: the measured mean error in ulp is nan"):
+        claims.check("bias", math.nan, 8, path=path)
+    with pytest.raises(UserError, match="there is no claim 'bais': did you mean 'bias'?"):
+        claims.check("bais", 1, 8, path=path)
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"operator": "=<"}, "claim bias: operator '=<' is none of"),
+        ({"verdict": "true"}, "claim bias: verdict 'true' is none of"),
+        ({"profile": "fast"}, "claim bias: profile 'fast' is none of"),
+        ({"threshold": "zero"}, "claim bias: threshold 'zero' is not a number"),
+        ({"treshold": 1}, "claim bias: unknown key 'treshold'"),
+    ],
+)
+def test_a_damaged_entry_is_named(registry, change, sentence):
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        claims.load(registry({**ENTRY, **change}))
+
+
+def test_missing_keys_and_repeated_ids_are_named(registry):
+    short = {k: v for k, v in ENTRY.items() if k != "refuted_if"}
+    with pytest.raises(UserError, match="claim bias: key 'refuted_if' is missing"):
+        claims.load(registry(short))
+    with pytest.raises(UserError, match="claim bias stands twice"):
+        claims.load(registry(ENTRY, ENTRY))
+
+
+def test_a_result_survives_the_notebook_file(registry):
+    result = claims.check("bias", -0.25, 8, (-0.5, -0.1), note="Seen.", path=registry(ENTRY))
+    data = result._repr_mimebundle_()
+    assert claims.Result.from_dict(json.loads(json.dumps(data[CLAIM_MIME]))) == result
+    for words in ("Supported", "mean error in ulp −0.25 [−0.5, −0.1]", "n = 8", "Seen.", "qiu2025",
+                  "Would refute it: the mean error is 0 or positive"):  # fmt: skip
+        assert words in data["text/markdown"]
+
+
+def test_a_fork_needs_no_entry():
+    hypothesis = {k: v for k, v in ENTRY.items() if k not in ("id", "notebook", "verdict")}
+    result = claims.judge(hypothesis, 1, 8)
+    assert (result.verdict, result.registered) == ("refuted", False)
+    with pytest.raises(UserError, match="key 'threshold' is missing"):
+        claims.judge({k: v for k, v in hypothesis.items() if k != "threshold"}, 1, 8)
+
+
+# The generated pages, in a small repository
+
+
+@pytest.fixture
+def repository(tmp_path, registry):
+    """One claim, one notebook and its executed page; `publish()` writes the generated pages."""
+    book = tmp_path / "book"
+    (book / "executed").mkdir(parents=True)
+    (tmp_path / "notebooks").mkdir()
+    registry(ENTRY).rename(book / "claims.yml")
+    (tmp_path / "notebooks" / "36_bias.ipynb").write_text("source")
+    (tmp_path / "README.md").write_text(f"# Title\n\n{pages.MARKERS[0]}\n{pages.MARKERS[1]}\n")
+    return tmp_path
+
+
+def execute(repository, *results):
+    """Stands in for papermill: a page whose cells printed `results`."""
+    cells = [new_markdown_cell("# Bias")]
+    for result in results:
+        output = new_output("execute_result", data=result._repr_mimebundle_())
+        cells.append(new_code_cell("claims.check(...)", outputs=[output]))
+    page = as_page(new_notebook(cells=cells), "36_bias", "recorded", 1.25)
+    nbformat.write(page, repository / "book" / "executed" / "36_bias.ipynb")
+
+
+def test_pages_say_what_was_measured(repository):
+    result = claims.check("bias", -0.25, 9, path=repository / "book" / "claims.yml")
+    execute(repository, result)
+    pages.write(repository)
+    book = repository / "book"
+    row = (book / "_generated" / "claims_table.md").read_text().splitlines()[-1]
+    assert row == (
+        "| The bias is negative. | {cite:t}`qiu2025` | **supported** | −0.25 | 9 "
+        "| {doc}`/executed/36_bias` |"
+    )
+    status = (book / "status.md").read_text().splitlines()[-1]
+    assert status.startswith("| {doc}`/executed/36_bias` | recorded | 20")
+    assert status.endswith(" s | 1 supported |")
+    assert "{admonition} Supported" in (book / "_generated" / "claim-bias.md").read_text()
+    downloads = book / "_generated" / "extra" / "downloads" / "36_bias"
+    assert (downloads / "source.ipynb").read_text() == "source"
+    assert (downloads / "executed.ipynb").is_file()
+    readme = (repository / "README.md").read_text()
+    assert "| The bias is negative. | qiu2025 | **supported** | `notebooks/36_bias.ipynb`" in readme
+
+
+def test_pages_are_the_same_when_written_again(repository):
+    execute(repository, claims.check("bias", -1, 8, path=repository / "book" / "claims.yml"))
+    first = {path: path.read_bytes() for path in pages.write(repository)}
+    assert {path: path.read_bytes() for path in pages.write(repository)} == first
+
+
+def test_a_claim_that_its_notebook_does_not_check_is_an_error(repository):
+    execute(repository)
+    with pytest.raises(UserError, match="claim bias names notebook 36_bias, which does not check"):
+        pages.write(repository)
+
+
+def test_a_claim_of_a_later_notebook_waits(repository):
+    (repository / "notebooks" / "36_bias.ipynb").unlink()
+    pages.write(repository)
+    table = (repository / "book" / "_generated" / "claims_table.md").read_text()
+    assert table.endswith("| **supported** |  |  | to come |\n")
+
+
+# The repository's own claims
+
+
+def test_the_books_claims_are_whole():
+    registry = claims.load(ROOT / "book" / "claims.yml")
+    keys = re.findall(r"^@\w+\{([^,]+),", (ROOT / "book/references.bib").read_text(), re.MULTILINE)
+    for claim in registry.values():
+        assert claim.source is None or claim.source in keys, f"{claim.id}: no {claim.source} in bib"
+        there = (ROOT / "notebooks" / f"{claim.notebook}.ipynb").is_file()
+        assert there or claim.verdict == "not run", f"{claim.id} has a verdict without a notebook"
+
+
+def test_readme_has_the_claims_of_claims_yml():
+    readme = (ROOT / "README.md").read_text()
+    registry = claims.load(ROOT / "book" / "claims.yml")
+    stale = "README.md is older than book/claims.yml: run `python -m lowprec claims --write`"
+    assert pages.with_claims(readme, registry) == readme, stale

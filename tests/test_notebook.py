@@ -1,0 +1,194 @@
+"""Parameters are checked in the kernel; an executed notebook becomes a clean page or nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import IPython
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from lowprec import UserError, notebook
+
+ROOT = Path(__file__).resolve().parent.parent
+PARAMETERS = 'profile: str = "recorded"\nseeds: int = 3\nlr: float = 2e-3\nquick: bool = False'
+CHECK = "from lowprec.notebook import check_parameters\ncheck_parameters()"
+
+
+# The check, with a stand-in for the kernel
+
+
+def kernel(monkeypatch, *cells):
+    """A kernel that has executed `cells`; returns its names."""
+    names = {"In": ["", *cells]}
+    for cell in cells:
+        exec(cell, names)
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(user_ns=names))
+    return names
+
+
+def test_parameters_that_are_right_pass(monkeypatch):
+    kernel(monkeypatch, "x = 1", PARAMETERS, "# Parameters\nseeds = 5\nprofile = 'smoke'\n")
+    notebook.check_parameters()
+
+
+def test_parameters_may_be_edited_without_papermill(monkeypatch):
+    kernel(monkeypatch, PARAMETERS)
+    notebook.check_parameters()
+
+
+def test_a_whole_number_is_a_float(monkeypatch):
+    names = kernel(monkeypatch, PARAMETERS, "# Parameters\nlr = 1\n")
+    notebook.check_parameters()
+    assert type(names["lr"]) is float
+
+
+def test_a_cell_run_again_counts_in_its_last_form(monkeypatch):
+    again = PARAMETERS.replace("seeds: int", "seed_count: int")
+    kernel(monkeypatch, PARAMETERS, again, "# Parameters\nseed_count = 4\n")
+    notebook.check_parameters()
+
+
+@pytest.mark.parametrize(
+    "injected, sentence",
+    [
+        ("sedes = 5", "there is no parameter 'sedes': did you mean 'seeds' (int)?"),
+        ("zzz = 5", "there is no parameter 'zzz': this notebook takes profile (str), seeds (int)"),
+        ("seeds = 'all'", "parameter 'seeds' takes int and was given 'all' (str)"),
+        ("seeds = 2.5", "parameter 'seeds' takes int and was given 2.5 (float)"),
+        ("seeds = True", "parameter 'seeds' takes int and was given True (bool)"),
+        ("quick = 1", "parameter 'quick' takes bool and was given 1 (int)"),
+        ("lr = None", "parameter 'lr' takes float and was given None (NoneType)"),
+        ("profile = 'fast'", "profile 'fast' is none of smoke, recorded, gpu"),
+    ],
+)
+def test_a_wrong_parameter_is_named(monkeypatch, injected, sentence):
+    kernel(monkeypatch, PARAMETERS, f"# Parameters\n{injected}\n")
+    with pytest.raises(UserError) as error:
+        notebook.check_parameters()
+    assert str(error.value).startswith(sentence)
+
+
+def test_a_notebook_without_a_parameters_cell_is_told(monkeypatch):
+    kernel(monkeypatch, "x: int = 1")
+    with pytest.raises(UserError, match='must declare profile: str = "recorded"'):
+        notebook.check_parameters()
+
+
+def test_values_from_the_command_line_get_papermills_types():
+    values = [notebook.parse_value(text) for text in ("3", "1e-3", "True", "None", "LOW", "1.0")]
+    assert values == [3, 1e-3, True, None, "LOW", 1.0]
+    assert [type(v) for v in values[:2]] == [int, float]
+
+
+# Execution, with a real kernel
+
+
+def write_notebook(path, *code):
+    cells = [new_markdown_cell("# A question"), new_code_cell(PARAMETERS), new_code_cell(CHECK)]
+    cells[1].metadata["tags"] = ["parameters"]
+    cells += [new_code_cell(source) for source in code]
+    kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": kernelspec}), path)
+    return path
+
+
+VERDICT = """from lowprec import claims
+claims.judge(dict(sentence="Two is small.", metric="two", operator="<", threshold=3,
+                  refuted_if="it is not", source="qiu2025"), 2, 1)"""
+FIGURE = """from IPython.display import display
+about = dict(name="{0}", id="figure-{0}", alt="a", caption="c", hardware={1!r})
+data = {{"text/html": "<figure></figure>", "application/vnd.lowprec.figure+json": about}}
+display(data, raw=True)"""
+
+
+def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
+    source = write_notebook(
+        tmp_path / "11_question.ipynb",
+        "import os, sys\nprint(os.getcwd() + '/data')\nprint(sys.prefix)",
+        FIGURE.format("live", None),
+        FIGURE.format("loss", "NVIDIA H200"),
+        VERDICT,
+    )
+    page = notebook.execute(source, tmp_path / "out" / "page.ipynb", "smoke")
+    text = (tmp_path / "out" / "page.ipynb").read_text()
+    for trace in (str(ROOT), sys.prefix, str(tmp_path), "papermill.record", "injected-parameters"):
+        assert trace not in text
+    about = page.metadata["lowprec"]
+    assert (about["notebook"], about["profile"]) == ("11_question", "smoke")
+    assert [v["verdict"] for v in about["verdicts"]] == ["supported"]
+    assert [f["name"] for f in about["figures"]] == ["live", "loss"]
+    rerun = page.cells[1].source
+    assert "papermill notebooks/11_question.ipynb out.ipynb -f notebooks/profiles/smoke" in rerun
+    assert 'Computed on this page: <a href="#figure-live">live</a>.' in rerun
+    assert 'recorded on NVIDIA H200: <a href="#figure-loss">loss</a>.' in rerun
+    assert "{cite:t}`qiu2025`" in page.cells[-1].outputs[0].data["text/markdown"]
+    assert not [name for name in os.listdir(tmp_path / "out") if name != "page.ipynb"]
+    nbformat.validate(page)
+
+
+def test_a_failed_execution_keeps_the_older_page(tmp_path):
+    source = write_notebook(tmp_path / "11_question.ipynb", "1 / 0")
+    output = tmp_path / "page.ipynb"
+    output.write_text("older")
+    command = [sys.executable, "-m", "lowprec", "notebook", source, output, "--profile", "smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ZeroDivisionError: division by zero" in done.stderr
+    assert output.read_text() == "older"
+    assert sorted(os.listdir(tmp_path)) == ["11_question.ipynb", "page.ipynb"]
+
+
+def test_a_users_mistake_is_one_sentence(tmp_path):
+    source = write_notebook(tmp_path / "11_question.ipynb")
+    with pytest.raises(UserError) as error:
+        notebook.execute(source, tmp_path / "page.ipynb", "smoke", {"seeds": "all"})
+    sentence = "11_question.ipynb: parameter 'seeds' takes int and was given 'all' (str)"
+    assert str(error.value) == sentence
+    assert not (tmp_path / "page.ipynb").exists()
+
+
+def test_two_figures_of_one_name_are_refused(tmp_path):
+    figure = FIGURE.format("loss", None)
+    source = write_notebook(tmp_path / "11_question.ipynb", figure, figure)
+    with pytest.raises(UserError, match="two figures have one name"):
+        notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+
+
+def test_an_unknown_profile_or_notebook_is_refused(tmp_path):
+    with pytest.raises(UserError, match="there is no notebook"):
+        notebook.execute(tmp_path / "none.ipynb", tmp_path / "page.ipynb")
+    source = write_notebook(tmp_path / "11_question.ipynb")
+    with pytest.raises(UserError, match="profile 'fast' is none of"):
+        notebook.execute(source, tmp_path / "page.ipynb", "fast")
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["-p", "seeds", "all"], "parameter 'seeds' takes int and was given 'all' (str)"),
+        (["-p", "sedes", "5"], "there is no parameter 'sedes': did you mean 'seeds' (int)?"),
+        (["-p", "profile", "gpu"], "profile 'gpu' needs a CUDA device and there is none"),
+    ],
+)
+def test_papermill_itself_ends_with_the_sentence(tmp_path, words, sentence):
+    source = write_notebook(tmp_path / "11_question.ipynb")
+    profile = ROOT / "notebooks" / "profiles" / "smoke.yaml"
+    command = [sys.executable, "-m", "papermill", source, tmp_path / "out.ipynb", "-f", profile]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *words], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1
+    assert done.stderr.rstrip().splitlines()[-1].startswith(f"lowprec: {sentence}")
+
+
+def test_the_template_runs_and_reaches_a_verdict(tmp_path):
+    source = ROOT / "notebooks" / "_template.ipynb"
+    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+    about = page.metadata["lowprec"]
+    assert [v["verdict"] for v in about["verdicts"]] == ["supported"]
+    assert about["figures"] and about["seconds"] < 60

@@ -1,0 +1,162 @@
+"""A figure reads on any background, for any reader, and is the same bytes every time."""
+
+import base64
+import io
+import itertools
+import re
+import xml.etree.ElementTree as ET
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+
+from lowprec import UserError, plots
+from lowprec.notebook import FIGURE_MIME
+from lowprec.policy import FA2, LOW
+
+LONG = pd.DataFrame({"step": range(60_000), "loss": 0.125})
+TABLE = pd.DataFrame({"step": [0, 1, 2], "loss": [10.5, 4.25, 1.0625]})
+
+
+def bundle(name="loss", table=TABLE, **changes):
+    fig, ax = plots.subplots()
+    ax.plot(table["step"][:3], table["loss"][:3], label="LOW", color=plots.colour("LOW"))
+    ax.text(1, 5, "ink")
+    ax.set(xlabel="step", ylabel="loss (nats)")
+    words = dict(alt='The loss falls, "fast".', caption="Loss & step.", hardware=None) | changes
+    try:
+        return plots.bundle(fig, table, name, **words)
+    finally:
+        plt.close(fig)
+
+
+def svg_of(data):
+    return re.search(r"<svg.*</svg>", data["text/html"], re.DOTALL)[0]
+
+
+def test_a_figure_is_the_same_bytes_every_time():
+    assert bundle() == bundle()
+    assert "Date" not in bundle()[0]["text/html"]
+
+
+def test_ids_belong_to_one_figure():
+    data = {name: ET.fromstring(svg_of(bundle(name)[0])) for name in ("loss", "other")}
+    ids = {name: [e.get("id") for e in root.iter() if e.get("id")] for name, root in data.items()}
+    assert all(i.startswith(f"{name}-") for name in ids for i in ids[name])
+    assert len(ids["loss"]) == len(set(ids["loss"])) > 10
+    used = re.findall(r'(?:href="#|url\(#)([^")]+)', svg_of(bundle()[0]))
+    assert used and set(used) <= set(ids["loss"])
+
+
+def test_ink_is_the_pages_and_the_background_clear():
+    image = svg_of(bundle()[0])
+    colours = set(re.findall(r"#[0-9a-f]{6}\b", image))
+    assert colours == {plots.colour("LOW")}
+    assert "currentColor" in image
+    assert "\n\n" not in image
+
+
+def test_a_figure_says_what_it_shows_and_where_it_was_made():
+    data, metadata = bundle()
+    assert 'role="img" aria-label="The loss falls, &quot;fast&quot;."' in svg_of(data)
+    assert "Loss &amp; step." in data["text/html"]
+    assert "computed on this page" in data["text/html"]
+    assert metadata["image/png"]["alt"] == 'The loss falls, "fast".'
+    recorded = bundle(hardware="NVIDIA H200")[0]
+    assert "recorded on NVIDIA H200" in recorded["text/html"]
+    assert recorded[FIGURE_MIME]["hardware"] == "NVIDIA H200"
+    assert recorded[FIGURE_MIME]["name"] == "loss"
+
+
+def test_the_data_of_a_figure_come_with_it():
+    page = bundle()[0]["text/html"]
+    link = re.search(r'download="loss.csv" href="data:text/csv;base64,([^"]+)"', page)
+    csv = base64.b64decode(link[1]).decode()
+    pd.testing.assert_frame_equal(pd.read_csv(io.StringIO(csv)), TABLE)
+
+
+def test_the_fallback_is_a_png_on_white():
+    picture = plt.imread(io.BytesIO(base64.b64decode(bundle()[0]["image/png"])))
+    assert np.allclose(picture[0, 0], 1)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"alt": " "}, "figure loss has no alt text"),
+        ({"caption": ""}, "figure loss has no caption text"),
+        ({"name": "Loss curve"}, "figure name 'Loss curve' must be made of"),
+        ({"table": LONG}, "the table of figure loss is"),
+    ],
+)
+def test_a_figure_that_would_not_serve_is_refused(changes, sentence):
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        bundle(**changes)
+
+
+def test_end_labels_do_not_overlap():
+    fig, ax = plots.subplots()
+    for name, height in (("a", 1.0), ("b", 1.01), ("c", 1.0), ("d", 0.0)):
+        ax.plot([0, 1], [0.5, height], label=name)
+    ax.plot([0, 1], [0, 1], label="left out")
+    plots.label_ends(ax, {"left out": None})
+    heights = sorted(text.get_position()[1] for text in ax.texts)
+    assert [text.get_text() for text in ax.texts] == ["d", "a", "c", "b"]
+    assert np.diff(heights).min() >= 0.055 - 1e-9
+    plt.close(fig)
+
+
+# Colours
+
+
+def linear(colour):
+    """Linear RGB of "#rrggbb", 0 to 1."""
+    c = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(a, b):
+    """Contrast ratio of WCAG 2."""
+    light = sorted(float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (a, b))
+    return (light[1] + 0.05) / (light[0] + 0.05)
+
+
+def lab(rgb):
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    xyz = np.array(to_xyz) @ rgb / [0.9505, 1, 1.089]
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+VISION = {
+    "common": np.eye(3),
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+"""Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB."""
+
+
+@pytest.mark.parametrize("colour", [*plots.COLOURS.values(), *plots.SPARE])
+def test_a_colour_stands_out_from_both_pages(colour):
+    assert contrast(colour, "#ffffff") >= 3
+    assert contrast(colour, "#121212") >= 3
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_policies_are_told_apart(vision):
+    matrix = np.array(VISION[vision])
+    seen = [lab(np.clip(matrix @ linear(c), 0, 1)) for c in plots.COLOURS.values()]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20
+
+
+def test_a_policy_has_one_colour_whatever_it_is_called_by():
+    assert plots.colour(LOW) == plots.colour("LOW") == plots.COLOURS["LOW"]
+    assert plots.colour(LOW.replace(delta_from="o_fp32")) == plots.COLOURS["LOW+delta_from=o_fp32"]
+    assert plots.colour(FA2) == plots.COLOURS["FA2"]
+    assert plots.colour("LOW+p=fp32") == plots.colour(LOW.replace(p="fp32"))

@@ -1,0 +1,235 @@
+"""The repository keeps its rules: pins agree, notebooks are stripped, make runs what changed."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import lowprec
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
+HEADER = ("Question", "Hypothesis", "Prediction", "Refuted if", "Rivals", "Parameters", "Needs")
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def direct_requirements():
+    extras = project()["optional-dependencies"].values()
+    lines = [*project()["dependencies"], *(line for extra in extras for line in extra)]
+    return {canonicalize_name(r.name): r for r in map(Requirement, lines)}
+
+
+def pins(lines):
+    found = {}
+    for line in lines:
+        name, version = re.fullmatch(r"([\w.-]+)={1,2}([\w.]+)(?: ;.*)?", line).groups()
+        found[canonicalize_name(name)] = version
+    return found
+
+
+def constraints():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return pins(line for line in lines if line and not line.startswith("#"))
+
+
+def test_constraints_pin_every_direct_dependency_within_its_range():
+    fixed = constraints()
+    for name, requirement in direct_requirements().items():
+        assert name in fixed, f"constraints.txt does not pin {name}"
+        assert requirement.specifier.contains(fixed[name]), f"{requirement} excludes {fixed[name]}"
+    assert fixed["torch"] == "2.13.0"
+    assert fixed["triton"] == "3.7.1"
+
+
+def test_environment_yml_has_the_same_pins():
+    *conda, last = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    conda = [line for line in conda if line != "pip" and not line.startswith("python>")]
+    assert last["pip"][-1] == "-e ."
+    environment = pins([*conda, *last["pip"][:-1]])
+    fixed = constraints()
+    assert environment == {name: fixed[name] for name in direct_requirements()}
+
+
+def test_every_direct_dependency_says_why():
+    text = (ROOT / "pyproject.toml").read_text()
+    for name in direct_requirements():
+        line = re.search(rf'^ *"{name.replace("-", "[-_]")}\W.*$', text, re.MULTILINE)
+        assert line and "#" in line[0], f"pyproject.toml does not say why it needs {name}"
+
+
+def test_licence_version_and_citation_agree():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == lowprec.__version__
+    assert citation["license"] == project()["license"] == "MIT"
+    assert (ROOT / "LICENSE").read_text().startswith("MIT License\n")
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_is_stripped(path):
+    nb = json.loads(path.read_text())
+    for cell in nb["cells"]:
+        if cell["cell_type"] == "code":
+            carries = cell["outputs"] or cell["execution_count"]
+            assert not carries, f"{path.name} carries outputs: take them out with `make strip`"
+        assert "papermill" not in cell["metadata"], f"{path.name}: `make strip` and save it again"
+    assert "papermill" not in nb["metadata"], f"{path.name} is papermill's output, not a source"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_has_the_form_that_readers_and_papermill_rely_on(path):
+    nb = json.loads(path.read_text())
+    assert nb["metadata"]["kernelspec"]["name"] == "python3"
+    cells = nb["cells"]
+    title = "".join(cells[0]["source"])
+    assert cells[0]["cell_type"] == "markdown" and title.startswith("# ")
+    rows = re.findall(r"^\| *([^|]+?) *\| *([^|\n]+?) *\|$", title, re.MULTILINE)
+    assert [name for name, _ in rows if name in HEADER] == list(HEADER)
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert "parameters" in code[0]["metadata"].get("tags", [])
+    assert "".join(code[0]["source"]).startswith('profile: str = "recorded"')
+    assert "check_parameters()" in "".join(code[1]["source"])
+
+
+def test_lint():
+    command = [sys.executable, "-m", "ruff", "check", "."]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_import_is_light():
+    code = (
+        "import sys, time; t = time.perf_counter(); import lowprec; "
+        "print(time.perf_counter() - t, 'torch' in sys.modules)"
+    )
+    runs = [subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    seconds, torch = zip(*(run.split() for run in runs), strict=True)
+    assert set(torch) == {b"False"}
+    assert min(map(float, seconds)) < 0.3
+
+
+def test_tracked_files_stay_small():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    sizes = {path: path.stat().st_size for path in files if path.is_file()}
+    assert sum(sizes.values()) < 45e6
+    assert sum(size for path, size in sizes.items() if path.is_relative_to(ROOT / "data")) < 40e6
+
+
+@pytest.mark.parametrize("words", [["tarin"], ["claims", "--writ"]])
+def test_a_mistyped_command_fails(words):
+    command = [sys.executable, "-m", "lowprec", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    if words == ["tarin"]:
+        assert done.stderr == "lowprec: there is no command 'tarin': did you mean train?\n"
+
+
+# make, in a folder with empty stand-ins for the package, the data and the notebooks
+
+
+def make(folder, *words, **variables):
+    assignments = [f"{name}={value}" for name, value in variables.items()]
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.run(
+        ["make", *words, *assignments], cwd=folder, capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.fixture
+def built(tmp_path):
+    """The stand-in after `make book`: every product newer than what it is made from."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    sources = (
+        "notebooks/11_a.ipynb", "notebooks/12_b.ipynb", "notebooks/profiles/recorded.yaml",
+        "notebooks/profiles/smoke.yaml", "lowprec/formats.py", "data/run.parquet",
+        "book/claims.yml", "book/intro.md", "README.md",
+    )  # fmt: skip
+    products = (
+        ".venv/.stamp", "book/executed/11_a.ipynb", "book/executed/12_b.ipynb",
+        "book/_build/.stamp",
+    )  # fmt: skip
+    for age, name in enumerate((*sources, "constraints.txt", "pyproject.toml", *products)):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (1e9 + age, 1e9 + age))
+    return tmp_path
+
+
+def executed(output):
+    return sorted(re.findall(r"-m lowprec notebook notebooks/(\w+)\.ipynb", output))
+
+
+@needs_make
+def test_make_does_nothing_when_nothing_changed(built):
+    done = make(built, "-n", "book")
+    assert (done.returncode, executed(done.stdout)) == (0, [])
+    assert "jupyter-book" not in done.stdout
+
+
+@needs_make
+@pytest.mark.parametrize(
+    "changed, notebooks",
+    [
+        ("notebooks/11_a.ipynb", ["11_a"]),
+        ("notebooks/profiles/recorded.yaml", ["11_a", "12_b"]),
+        ("notebooks/profiles/smoke.yaml", []),
+        ("lowprec/formats.py", ["11_a", "12_b"]),
+        ("data/run.parquet", ["11_a", "12_b"]),
+        ("constraints.txt", ["11_a", "12_b"]),
+        ("book/intro.md", []),
+    ],
+)
+def test_make_executes_what_a_change_touches(built, changed, notebooks):
+    (built / changed).touch()
+    done = make(built, "-n", "book")
+    assert executed(done.stdout) == notebooks
+    assert ("jupyter-book build" in done.stdout) == (changed != "notebooks/profiles/smoke.yaml")
+
+
+@needs_make
+def test_make_notebooks_keeps_profiles_apart(built):
+    done = make(built, "-n", "notebooks", PROFILE="smoke")
+    assert executed(done.stdout) == ["11_a", "12_b"]
+    assert "build/smoke/11_a.ipynb --profile smoke" in done.stdout
+    done = make(built, "notebooks", PROFILE="smokey")
+    assert done.returncode != 0 and "take smoke, recorded or gpu" in done.stderr
+
+
+@needs_make
+def test_make_refuses_an_old_python(built):
+    shutil.rmtree(built / ".venv")
+    pretend = "import sys; sys.version_info = (3, 9, 18); exec(sys.argv[2])"
+    old = built / "python3.9"
+    old.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{pretend}' \"$@\"\n")
+    old.chmod(0o755)
+    done = make(built, "test", PYTHON="./python3.9")
+    assert done.returncode != 0
+    assert done.stderr.startswith("lowprec needs Python 3.11 or newer and ./python3.9 is 3.9")
+    assert not (built / ".venv").exists()
+
+
+@needs_make
+def test_make_refuses_a_missing_python(built):
+    shutil.rmtree(built / ".venv")
+    done = make(built, "book", PYTHON="python3.99")
+    assert done.returncode != 0
+    assert done.stderr.startswith("python3.99 is not there: install Python 3.11 or newer")
