@@ -8,12 +8,30 @@ from lowprec import UserError
 
 
 def data(argv: list[str]) -> None:
-    """Build a corpus's token shards."""
+    """Build a corpus's token shards: data prepare pysource."""
     import tyro
 
     from lowprec.data import build
 
-    tyro.cli(build, prog="python -m lowprec data", args=argv)
+    def prepare(
+        corpus: tyro.conf.Positional[str],
+        out: Path | None = None,
+        vocab_dir: Path | None = None,
+        processes: int | None = None,
+    ):
+        """Build the token shards of a corpus; they are the same bytes wherever they are built.
+
+        Args:
+            corpus: a list in data/corpora, such as pysource.
+            out: the folder to write, by default shards/CORPUS.
+            vocab_dir: a folder with GPT-2's encoder.json and vocab.bpe, else they are downloaded.
+            processes: how many tokenise side by side, by default one a core.
+        """
+        build(corpus, out, vocab_dir, processes)
+
+    tyro.extras.subcommand_cli_from_dict(
+        {"prepare": prepare}, prog="python -m lowprec data", args=argv
+    )
 
 
 def train(argv: list[str]) -> None:
@@ -36,7 +54,11 @@ def train(argv: list[str]) -> None:
         done = run(config, out, arm)
         print(f"{out}: {done.info['ended']} after {done.info['steps']} steps")
 
-    prefixes = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    prefixes = (
+        tyro.conf.OmitArgPrefixes,
+        tyro.conf.OmitSubcommandPrefixes,
+        tyro.conf.CascadeSubcommandArgs,
+    )
     tyro.cli(command, prog="python -m lowprec train", args=argv, config=prefixes)
 
 

@@ -80,7 +80,7 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
 def run_campaign(path: str | Path, gpus: int | None = None, out: Path | None = None, **overrides):
     """Start what is missing, one process a GPU (or one on the CPU); return {run name: how it went}.
 
-    out: folder for the runs instead of the YAML's own; logs go to OUT/logs.
+    out: folder for the runs instead of the YAML's own; logs go to OUT/.logs.
     Raises `UserError` before anything starts if the tokens are not there.
     """
     import torch
@@ -113,7 +113,7 @@ def run_campaign(path: str | Path, gpus: int | None = None, out: Path | None = N
 def _run_job(job: Job, gpu: int) -> str:
     """Run one job in a process that sees one GPU; "done in N s" or "failed, see LOG"."""
     job.out.parent.mkdir(parents=True, exist_ok=True)
-    logs = job.out.parent / "logs"
+    logs = job.out.parent / ".logs"
     logs.mkdir(exist_ok=True)
     log = logs / f"{job.out.name}.txt"
     spec = json.dumps(dict(config=dataclasses.asdict(job.config), out=str(job.out), arm=job.arm))

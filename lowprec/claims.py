@@ -44,7 +44,8 @@ class Claim:
     """One entry of claims.yml.
 
     source: BibTeX key of who says it, None for this book. n: observations a verdict needs.
-    profile: the profiles that can measure it. verdict: the recorded one.
+    profile: the profiles that can measure it. exploratory: found in the very data that judge it,
+    so a lead and not a test. verdict: the recorded one.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Claim:
     source: str | None = None
     n: int = 1
     profile: tuple[str, ...] = ("recorded",)
+    exploratory: bool = False
     verdict: str = "not run"
 
     def __post_init__(self):
@@ -139,6 +141,8 @@ class Result:
             f"Measured: {self.measured()}. Supported if {WORDS[c.operator]} {number(c.threshold)}. "
             f"Would refute it: {c.refuted_if.rstrip('.')}. Source: {source or 'this book'}."
         )
+        if c.exploratory:
+            rule += " Exploratory: the rule was chosen after seeing these data."
         return "\n\n".join(filter(None, (sentence, rule, self.note)))
 
     def as_dict(self) -> dict:

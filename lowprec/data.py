@@ -211,7 +211,8 @@ def load_tokens(path: Path | str, vocabulary: str = VOCABULARY, verify: bool = T
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise UserError(
-            f"there are no token shards at {path}; make them with `python -m lowprec data build`."
+            f"there are no token shards at {path}; make them with "
+            "`python -m lowprec data prepare pysource`."
         )
     opened = [open_shard(file) for file in files]
     first = opened[0][1]

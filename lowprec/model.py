@@ -112,7 +112,9 @@ class GPT(nn.Module):
         """(layers, heads, head_dim, n_embd) rows of W_Q, W_K or W_V ("q", "k", "v")."""
         c = self.config
         index = "qkv".index(which)
-        stacked = torch.stack([b.qkv.weight.view(3, c.n_embd, c.n_embd)[index] for b in self.blocks])
+        stacked = torch.stack(
+            [b.qkv.weight.view(3, c.n_embd, c.n_embd)[index] for b in self.blocks]
+        )
         return stacked.view(c.n_layer, c.n_head, c.n_embd // c.n_head, c.n_embd)
 
     def flops_per_token(self) -> float:

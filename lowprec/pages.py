@@ -1,11 +1,11 @@
 """Generated pages: what the executed notebooks and claims.yml say, written for the book to include.
 
-    book/_generated/claims_table.md      every claim with its verdict, value and n
-    book/_generated/claim-ID.md          one claim, for prose that rests on it
-    book/_generated/figure-NB-NAME.md    one figure, for another page to show
-    book/_generated/extra/downloads/     sources and executed notebooks, published as they are
-    book/status.md                       page x profile x date x hardware x duration x verdicts
-    README.md                            the claims between its two markers, from claims.yml alone
+book/_generated/claims_table.md      every claim with its verdict, value and n
+book/_generated/claim-ID.md          one claim, for prose that rests on it
+book/_generated/figure-NB-NAME.md    one figure, for another page to show
+book/_generated/extra/downloads/     sources and executed notebooks, published as they are
+book/status.md                       page x profile x date x hardware x duration x verdicts
+README.md                            the claims between its two markers, from claims.yml alone
 """
 
 from __future__ import annotations
@@ -89,24 +89,29 @@ def claims_table(registry: dict[str, Claim], results: dict[str, Result], pages: 
         measured = result is not None and result.value is not None
         rows.append(
             (
+                in_words(claim, verdict),
                 claim.sentence,
-                f"{{cite:t}}`{claim.source}`" if claim.source else "this book",
-                f"**{verdict}**",
                 result.text if measured else "",
                 result.n if measured else "",
+                f"{{cite:t}}`{claim.source}`" if claim.source else "this book",
                 f"{{doc}}`/executed/{claim.notebook}`" if claim.notebook in pages else "to come",
             )
         )
-    return table(("Claim", "Source", "Verdict", "Measured", "n", "Page"), rows)
+    return table(("Verdict", "Claim", "Measured", "n", "Source", "Page"), rows)
+
+
+def in_words(claim: Claim, verdict: str) -> str:
+    """The verdict as a table shows it."""
+    return f"**{verdict}**" + (", exploratory" if claim.exploratory else "")
 
 
 def readme_table(registry: dict[str, Claim]) -> str:
     """The same claims without measurements, so that it changes only with claims.yml."""
     rows = [
-        (c.sentence, c.source or "this book", f"**{c.verdict}**", f"`notebooks/{c.notebook}.ipynb`")
+        (in_words(c, c.verdict), c.sentence, c.source or "this book", f"`{c.notebook}.ipynb`")
         for c in registry.values()
     ]
-    return table(("Claim", "Source", "Verdict", "Notebook"), rows)
+    return table(("Verdict", "Claim", "Source", "Notebook"), rows)
 
 
 def with_claims(text: str, registry: dict[str, Claim]) -> str:

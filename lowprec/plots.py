@@ -100,6 +100,16 @@ def label_ends(ax, labels: dict | None = None, gap: float = 0.055) -> None:
         ax.text(1.01, previous, label, color=tint, transform=ax.transAxes, va="center")
 
 
+def show_table(frame: pd.DataFrame, **formats):
+    """A table of results for the page, without its index; formats: column to format string.
+
+    Columns whose names are not identifiers go in as `**{"gradient norm": "{:.2f}"}`.
+    """
+    # The class gives it the theme's table style, light and dark; a fixed id keeps pages equal.
+    styler = frame.style.hide(axis="index").format(formats).set_uuid("t")
+    return styler.set_table_attributes('class="dataframe"')
+
+
 def save_figure(fig, table: pd.DataFrame, name: str, alt: str, caption: str, hardware=None) -> None:
     """Show a figure on its page with caption, badge and data, and close it.
 

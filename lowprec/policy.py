@@ -97,9 +97,7 @@ class Shift:
 
     def __post_init__(self):
         if self.kind not in self._USED:
-            raise UserError(
-                f"unknown shift {self.kind!r}; choose one of {', '.join(self._USED)}"
-            )
+            raise UserError(f"unknown shift {self.kind!r}; choose one of {', '.join(self._USED)}")
 
     @classmethod
     def parse(cls, text: str | Shift) -> Shift:
@@ -180,7 +178,9 @@ class PrecisionPolicy:
         for name in fields:
             if name not in FIELDS:
                 close = difflib.get_close_matches(name, FIELDS, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; fields: {', '.join(FIELDS)}"
+                hint = (
+                    f"; did you mean {close[0]!r}?" if close else f"; fields: {', '.join(FIELDS)}"
+                )
                 raise UserError(f"unknown policy field {name!r}{hint}")
         return dataclasses.replace(self, **fields)
 

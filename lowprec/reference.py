@@ -81,7 +81,7 @@ def oracle(q, k, v, causal=True, scale=None, do=None) -> Trace:
     l = p_unnorm.sum(-1)  # noqa: E741
     p = p_unnorm / l[..., None]
     o = p @ v
-    t = Trace(s=s, m=m, p_unnorm=p_unnorm, l=l, p=p, o=o, lse=m + l.log())
+    t = Trace(s=s, m=m, p_unnorm=p_unnorm, p=p_unnorm, l=l, p_bwd=p, o=o, lse=m + l.log())
     if do is not None:
         do = do.double()
         t.dp = do @ v.mT
@@ -137,7 +137,8 @@ class _Rounder:
 
     def bits(self, stream: int, x, row=0, column=0):
         batch, head, rows, columns = torch.meshgrid(
-            *(torch.arange(n, device=x.device) for n in x.shape), indexing="ij", 
+            *(torch.arange(n, device=x.device) for n in x.shape),
+            indexing="ij",
         )
         return keyed_bits(self.seed, stream, batch, head, rows + row, columns + column)
 
@@ -152,8 +153,9 @@ def shifted_max(r, s, shift, rnd):
     """The block maximum r (..., rows, 1) of scores s after the policy's shift."""
     if shift.kind == "beta":
         tied = (s >= r - shift.tol).sum(-1, keepdim=True) > 1
-        r = torch.where(tied & (r > 0), shift.beta * r, torch.where(
-            tied & (r < 0), shift.gamma * r, r))
+        r = torch.where(
+            tied & (r > 0), shift.beta * r, torch.where(tied & (r < 0), shift.gamma * r, r)
+        )
         return r
     if shift.kind == "offset":
         return r + shift.amplitude

@@ -169,7 +169,7 @@ def load_runs(campaign) -> pd.DataFrame:
 
 
 def repo_root() -> Path:
-    """The folder that holds data/ and notebooks/: from the working directory up, else the source."""
+    """The folder that holds data/ and notebooks/: from the working directory up, or our own."""
     here = Path.cwd()
     for folder in (here, *here.parents, Path(__file__).resolve().parent.parent):
         if (folder / "data").is_dir() and (folder / "notebooks").is_dir():
@@ -193,8 +193,10 @@ def sha256(path: Path) -> str:
 
 
 def _data_files(root: Path) -> list[Path]:
-    files = (p for p in root.rglob("*") if p.is_file() and not p.name.startswith("."))
-    return sorted(p for p in files if p != root / "manifest.json")
+    """Every file but the manifest and what is hidden: logs and unfinished runs."""
+    files = [p for p in root.rglob("*") if p.is_file() and p != root / "manifest.json"]
+    hidden = {p for p in files if any(part.startswith(".") for part in p.relative_to(root).parts)}
+    return sorted(set(files) - hidden)
 
 
 def write_manifest(root: Path | None = None) -> Path:
@@ -260,6 +262,4 @@ def provenance(device: str) -> dict:
     import triton
 
     versions |= {"triton": triton.__version__, "cuda": torch.version.cuda}
-    return dict(
-        hardware=torch.cuda.get_device_name(device), versions=versions, commit=git_commit()
-    )
+    return dict(hardware=torch.cuda.get_device_name(device), versions=versions, commit=git_commit())

@@ -19,16 +19,16 @@ from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
 
-import numpy as np  # noqa: E402
-import pandas as pd  # noqa: E402
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
 
-from lowprec import UserError, data, runs  # noqa: E402
-from lowprec.attention import PROBE_COLUMNS, resolve_impl  # noqa: E402
-from lowprec.model import GPT, GPTConfig  # noqa: E402
-from lowprec.policy import PrecisionPolicy  # noqa: E402
-from lowprec.probes import spectral_norms  # noqa: E402
+from lowprec import UserError, data, runs
+from lowprec.attention import PROBE_COLUMNS, resolve_impl
+from lowprec.model import GPT, GPTConfig
+from lowprec.policy import PrecisionPolicy
+from lowprec.probes import spectral_norms
 
 FLUSH = 500
 
@@ -42,7 +42,7 @@ class TrainConfig:
     seed: int = 0
     """seeds the weights and the data order"""
     data: str = "shards/pysource"
-    """a token shard or a folder of shards, see `lowprec data`"""
+    """a token shard or a folder of shards, see `lowprec data prepare`"""
     steps: int = 6500
     stop_after_explosion: int | None = 1000
     """steps to go on after the onset of a confirmed explosion; None never stops"""
@@ -98,8 +98,11 @@ def train(config: TrainConfig, out: str | Path, arm: str = "") -> runs.Run:
     device = pick_device(config.device)
     tokens = data.load_tokens(runs.at_root(config.data))
     recorder = Recorder(config, out, arm, device, tokens)
-    with deterministic():
-        end = _loop(config, tokens, device, recorder)
+    try:
+        with deterministic():
+            end = _loop(config, tokens, device, recorder)
+    finally:
+        recorder.leave_nothing_empty()
     return recorder.finish(end)
 
 
@@ -134,7 +137,9 @@ def _loop(config, tokens, device, recorder) -> str:
     kind = torch.device(device).type
     on_gpu = kind == "cuda"
     amp = on_gpu if config.amp is None else config.amp
-    compiled = torch.compile(model) if (on_gpu if config.compile is None else config.compile) else model
+    compiled = (
+        torch.compile(model) if (on_gpu if config.compile is None else config.compile) else model
+    )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
         weight_decay=config.weight_decay, fused=on_gpu,
@@ -238,11 +243,17 @@ class Recorder:
         metrics = metrics.astype({"step": "int32", "grad_norm": "float32", "lr": "float32"})
         probes = pd.DataFrame(np.concatenate(self.probes), columns=runs.PROBES).astype("float32")
         probes = probes.astype({"step": "int32", "layer": "int16", "head": "int16"})
+        self.part.mkdir(exist_ok=True)
         for name, table in (("metrics", metrics), ("probes", probes)):
             write_atomic(self.part / f"{name}.parquet", lambda f, t=table: t.to_parquet(
                 f, index=False, compression="zstd"))  # fmt: skip
         text = json.dumps(self.info, indent=1) + "\n"
         write_atomic(self.part / "run.json", lambda f: Path(f).write_text(text))
+
+    def leave_nothing_empty(self):
+        """Drop the unfinished folder if nothing was recorded in it."""
+        with contextlib.suppress(OSError):
+            self.part.rmdir()
 
     def finish(self, end: str) -> runs.Run:
         self.flush(end)

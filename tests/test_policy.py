@@ -62,9 +62,7 @@ def test_field_changes_its_own_site_and_nothing_upstream(field, value):
 
 def test_dkdv_acc_rounds_dv_too():
     q, k, v, do = family("normal", dtype=torch.float32)
-    base, other = (
-        emulate(q, k, v, p, tile=32, do=do) for p in (LOW, LOW.replace(dkdv_acc="bf16"))
-    )
+    base, other = (emulate(q, k, v, p, tile=32, do=do) for p in (LOW, LOW.replace(dkdv_acc="bf16")))
     assert not torch.equal(base.dv, other.dv)
     assert torch.equal(other.dv, other.dv.bfloat16().float())
 

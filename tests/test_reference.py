@@ -114,6 +114,7 @@ def test_stochastic_sites_depend_on_seed_and_not_on_tiles_or_order():
 def test_stochastic_rounding_is_unbiased_and_nearest_is_not_on_tied_rows():
     """The signed-bias contract, in ulp of the BF16 numerator, with a 4-sigma interval."""
     q, k, v, _ = family("tied", (8, 4, 64, 64), seed=3)
+
     def bias(mode):
         t = emulate(q, k, v, ALL_FP32.replace(s="bf16", p="bf16", o_acc=f"bf16:{mode}"), seed=5)
         exact = emulate(q, k, v, ALL_FP32.replace(s="bf16", p="bf16"), seed=5)
@@ -121,6 +122,7 @@ def test_stochastic_rounding_is_unbiased_and_nearest_is_not_on_tied_rows():
         ulp = 2.0 ** (exact.o_acc.abs().log2().floor() - 7)
         e = ((t.o_acc - exact.o_acc) / ulp)[rows].double()
         return e.mean().item(), 4 * e.std().item() / math.sqrt(len(e))
+
     mean, bound = bias("stochastic")
     assert abs(mean) < bound
     mean, bound = bias("toward_zero")

@@ -109,6 +109,12 @@ def test_a_non_finite_loss_ends_the_run_and_is_kept(tmp_path):
     assert run.explosion.confirmed and run.probes.sigma_q.isna().any()
 
 
+def test_a_run_that_dies_at_once_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="learning rate"):
+        train(small(lr=-1.0), tmp_path / "a")
+    assert not any(tmp_path.iterdir())
+
+
 def test_it_stops_after_an_explosion(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "find_explosion", lambda loss: runs.Explosion(3, True))
     run = train(small(steps=40, stop_after_explosion=6), tmp_path / "a")
@@ -158,7 +164,7 @@ def test_a_campaign_runs_what_is_missing_and_survives_a_failed_arm(tmp_path):
     file.write_text(CAMPAIGN)
     result = campaign.run_campaign(file)
     assert result["low-seed0"].startswith("done") and "failed" in result["bad-seed0"]
-    assert "learning rate" in (tmp_path / "logs" / "bad-seed0.txt").read_text()
+    assert "learning rate" in (tmp_path / ".logs" / "bad-seed0.txt").read_text()
     again = campaign.run_campaign(file)
     assert again["low-seed0"] == "recorded before" and "failed" in again["bad-seed0"]
     table = runs.load_runs(tmp_path)

@@ -78,7 +78,7 @@ def attention_fwd_kernel(
     H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, NATIVE: tl.constexpr,
     STORED: tl.constexpr, SHADOW: tl.constexpr, TIES: tl.constexpr,
-    S: tl.constexpr, P: tl.constexpr, L: tl.constexpr, O_ACC: tl.constexpr, O: tl.constexpr,
+    S: tl.constexpr, P: tl.constexpr, L: tl.constexpr, O_ACC: tl.constexpr, O: tl.constexpr,  # noqa: E741
 ):  # fmt: skip
     """One block of BM queries: o, lse, and if asked the stored o, the shadow o and the ties."""
     pid_bh = tl.program_id(1)
