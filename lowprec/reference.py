@@ -33,6 +33,7 @@ class Trace(SimpleNamespace):
               the shadow output that is never rounded (..., queries, head_dim)
     backward: delta, the one used; delta_o = rowsum(dO*o) as the policy forms it; delta_ref, FP32
               from o_fp32 (..., queries); dp, p_bwd, ds (..., queries, keys); dq, dk, dv as inputs
+    p is not normalised, it enters P V; p_bwd is, and enters dV.
     """
 
 

@@ -165,7 +165,7 @@ def test_pages_say_what_was_measured(repository):
     book = repository / "book"
     row = (book / "_generated" / "claims_table.md").read_text().splitlines()[-1]
     assert row == (
-        "| The bias is negative. | {cite:t}`qiu2025` | **supported** | −0.25 | 9 "
+        "| **supported** | The bias is negative. | −0.25 | 9 | {cite:t}`qiu2025` "
         "| {doc}`/executed/36_bias` |"
     )
     status = (book / "status.md").read_text().splitlines()[-1]
@@ -176,7 +176,7 @@ def test_pages_say_what_was_measured(repository):
     assert (downloads / "source.ipynb").read_text() == "source"
     assert (downloads / "executed.ipynb").is_file()
     readme = (repository / "README.md").read_text()
-    assert "| The bias is negative. | qiu2025 | **supported** | `notebooks/36_bias.ipynb`" in readme
+    assert "| **supported** | The bias is negative. | qiu2025 | `36_bias.ipynb` |" in readme
 
 
 def test_pages_are_the_same_when_written_again(repository):
@@ -195,7 +195,19 @@ def test_a_claim_of_a_later_notebook_waits(repository):
     (repository / "notebooks" / "36_bias.ipynb").unlink()
     pages.write(repository)
     table = (repository / "book" / "_generated" / "claims_table.md").read_text()
-    assert table.endswith("| **supported** |  |  | to come |\n")
+    row = "| **supported** | The bias is negative. |  |  | {cite:t}`qiu2025` | to come |\n"
+    assert table.endswith(row)
+
+
+def test_an_exploratory_claim_says_so(repository):
+    file = repository / "book" / "claims.yml"
+    file.write_text(file.read_text() + "  exploratory: true\n")
+    result = claims.check("bias", -0.25, 9, path=file)
+    assert "chosen after seeing these data" in result.markdown()
+    execute(repository, result)
+    pages.write(repository)
+    for page in ("README.md", "book/_generated/claims_table.md"):
+        assert "| **supported**, exploratory |" in (repository / page).read_text()
 
 
 # The repository's own claims
