@@ -62,7 +62,7 @@ check-links: book
 	$(BIN)/jupyter-book build book --all --builder linkcheck -q
 
 strip: $(VENV)
-	$(BIN)/nbstripout notebooks/*.ipynb
+	$(BIN)/nbstripout --keep-id notebooks/*.ipynb
 
 # Not .venv: it is the slow part, and it renews itself when the pins change.
 clean:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pandas as pd
 import torch
+from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 
 from lowprec import UserError
@@ -165,7 +166,6 @@ def draw_bits(ax, x, y, bits, colour, digits=True):
     for i, (bit, tint) in enumerate(zip(bits, colours, strict=True)):
         if bit == " ":
             continue
-        ax.add_patch(Rectangle((x + i, y), 1, 0.8, facecolor=tint, alpha=0.35, linewidth=0))
-        ax.add_patch(Rectangle((x + i, y), 1, 0.8, fill=False, edgecolor=tint, linewidth=1))
+        ax.add_patch(Rectangle((x + i, y), 1, 0.8, facecolor=to_rgba(tint, 0.35), edgecolor=tint))
         if digits:
             ax.text(x + i + 0.5, y + 0.38, bit, ha="center", va="center", fontsize=9)

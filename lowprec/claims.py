@@ -79,6 +79,11 @@ class Claim:
                 f"claim {self.id}: {field} {getattr(self, field)!r} is none of {', '.join(valid)}"
             )
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the rule asks for one fractional number, which is then shown in full."""
+        return self.operator == "==" and not float(self.threshold).is_integer()
+
     def verdict_on(self, value, n: int, interval=None, profile: str = "recorded") -> str:
         """The verdict that the rule gives for a measured value; see the module's docstring."""
         if profile not in self.profile:
@@ -108,7 +113,7 @@ class Result:
     @property
     def text(self) -> str:
         """The measured value for prose, with its interval."""
-        text = number(self.value)
+        text = number(self.value, self.claim.is_exact)
         if self.interval is not None:
             text += f" [{number(self.interval[0])}, {number(self.interval[1])}]"
         return text
@@ -138,7 +143,8 @@ class Result:
     def _paragraphs(self, sentence: str, source: str | None) -> str:
         c = self.claim
         rule = (
-            f"Measured: {self.measured()}. Supported if {WORDS[c.operator]} {number(c.threshold)}. "
+            f"Measured: {self.measured()}. Supported if {WORDS[c.operator]} "
+            f"{number(c.threshold, c.is_exact)}. "
             f"Would refute it: {c.refuted_if.rstrip('.')}. Source: {source or 'this book'}."
         )
         if c.exploratory:
@@ -161,13 +167,13 @@ class Result:
         }
 
 
-def number(value) -> str:
-    """A number as prose prints it: whole numbers whole, others to four digits."""
+def number(value, exact: bool = False) -> str:
+    """A number as prose prints it: whole numbers whole, others to four digits or in full."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}".replace("-", "−")
-    return f"{value:.4g}".replace("-", "−")
+    return (repr(float(value)) if exact else f"{value:.4g}").replace("-", "−")
 
 
 def load(path: Path | None = None) -> dict[str, Claim]:
@@ -206,21 +212,28 @@ def check(id: str, value, n: int, interval=None, profile: str = "recorded", note
 
     value: the claim's metric (a number or a bool). n: observations behind it. interval: (low,
     high) of the value, inconclusive when the threshold lies inside. note: a sentence shown below.
-    Raises `UserError` for an unknown id, for a value that is not finite and, in the profile
-    `recorded`, for a verdict other than the one in the file.
+    Raises `UserError` for an unknown id and for a value that is not finite. A reader who changes a
+    parameter may well get another verdict than the recorded one; a page of the book may not, and
+    `lowprec.notebook.execute` sees to that with `compare`.
     """
     claims = load(path)
     if id not in claims:
         close = difflib.get_close_matches(id, claims, n=1)
         raise UserError(f"there is no claim {id!r}" + (f": did you mean {close[0]!r}?" if close else
                                                        " in book/claims.yml"))  # fmt: skip
-    result = _result(claims[id], value, n, interval, profile, note, registered=True)
-    if profile == "recorded" and result.verdict != claims[id].verdict:
-        raise UserError(
-            f"claim {id} is {result.verdict} ({result.measured()}) and book/claims.yml says "
-            f"{claims[id].verdict}: look why, then update the verdict there"
-        )
-    return result
+    return _result(claims[id], value, n, interval, profile, note, registered=True)
+
+
+def compare(records: list[dict], path: Path | None = None) -> None:
+    """Raise `UserError` for the first verdict of an executed page that claims.yml does not have."""
+    recorded = load(path)
+    for result in map(Result.from_dict, records):
+        if result.registered and result.verdict != recorded[result.claim.id].verdict:
+            raise UserError(
+                f"claim {result.claim.id} is {result.verdict} ({result.measured()}) and "
+                f"book/claims.yml says {recorded[result.claim.id].verdict}: look why, then update "
+                f"the verdict there"
+            )
 
 
 def judge(hypothesis: dict, value, n: int, interval=None, profile: str = "recorded",

@@ -119,8 +119,9 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
     """Execute `source` with a profile and write `output`, a page without traces of the machine.
 
     The output is replaced only by a whole execution. `parameters` win over the profile's.
-    Returns the notebook. Raises `UserError` with the sentence of the failing cell, or papermill's
-    error with the cell's traceback if it failed for another reason.
+    Returns the notebook. Raises `UserError` with the sentence of the failing cell, or for a verdict
+    that is not the recorded one, and papermill's error with the cell's traceback if it failed for
+    another reason.
     """
     import nbformat
     import papermill
@@ -144,6 +145,10 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
             raise _sentence(source, error) or error from None
     seconds = time.monotonic() - start
     nb = as_page(nb, source.stem, profile, seconds, keep_injected=bool(parameters))
+    if profile == "recorded" and not parameters:
+        from lowprec import claims
+
+        claims.compare(nb.metadata["lowprec"]["verdicts"])
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f".{output.name}.part")
     nbformat.write(nb, part)

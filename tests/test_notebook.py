@@ -158,6 +158,17 @@ def test_two_figures_of_one_name_are_refused(tmp_path):
         notebook.execute(source, tmp_path / "page.ipynb", "smoke")
 
 
+def test_a_verdict_that_changed_unseen_stops_the_build_and_not_the_reader(tmp_path):
+    source, output = tmp_path / "page.ipynb", tmp_path / "out.ipynb"
+    code = "claims.check('addition-worked-example', 1.0, 1, profile=profile)"
+    write_notebook(source, "from lowprec import claims", code)
+    with pytest.raises(UserError, match="addition-worked-example is refuted .* says supported"):
+        notebook.execute(source, output)
+    assert not output.exists()
+    page = notebook.execute(source, output, "recorded", {"profile": "recorded"})
+    assert page.metadata["lowprec"]["verdicts"][0]["verdict"] == "refuted"
+
+
 def test_an_unknown_profile_or_notebook_is_refused(tmp_path):
     with pytest.raises(UserError, match="there is no notebook"):
         notebook.execute(tmp_path / "none.ipynb", tmp_path / "page.ipynb")
