@@ -113,7 +113,7 @@ class Result:
     @property
     def text(self) -> str:
         """The measured value for prose, with its interval."""
-        text = number(self.value, self.claim.is_exact)
+        text = number(self.value)
         if self.interval is not None:
             text += f" [{number(self.interval[0])}, {number(self.interval[1])}]"
         return text
@@ -126,7 +126,8 @@ class Result:
         if self.verdict == "not run":
             return f"needs profile {' or '.join(c.profile)}"
         need = f", {c.n} needed" if self.n < c.n else ""
-        return f"{c.metric} {self.text}, n = {self.n}{need}"
+        value = number(self.value, exact=True) if c.is_exact else self.text
+        return f"{c.metric} {value}, n = {self.n}{need}"
 
     def markdown(self) -> str:
         """The verdict in words: what was claimed, measured, and what would refute it."""

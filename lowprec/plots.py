@@ -62,8 +62,9 @@ STYLE = {
 
 MAX_CSV = 400_000
 """Bytes of CSV behind one figure."""
-MIN_WIDTH = 560
-"""Pixels below which a figure scrolls inside its own frame instead of shrinking."""
+MIN_SCALE = 62
+"""Pixels an inch below which a figure scrolls inside its own frame instead of shrinking: 11-point
+text is then 9.5 pixels high. A figure of 5.4 inches or less fits on a phone."""
 
 
 def colour(policy) -> str:
@@ -164,7 +165,8 @@ def svg(fig, name: str, alt: str) -> str:
     width = float(box.split()[2])
     head = (
         f'<svg {box} role="img" aria-label="{html.escape(alt)}" fill="currentColor" '
-        f'style="display:block;width:100%;min-width:{MIN_WIDTH}px;max-width:{width * 4 / 3:.0f}px" '
+        f'style="display:block;width:100%;min-width:{width / 72 * MIN_SCALE:.0f}px;'
+        f'max-width:{width * 4 / 3:.0f}px" '
         f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
     )
     # No blank line: one would end the HTML block when a page includes the figure.
