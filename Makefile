@@ -5,6 +5,9 @@
 # point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels (its install page says
 # where): pip then takes 2.13.0+cpu, which satisfies the same pin.
 
+# Set on some machines; without compiled modules every import takes twice as long.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON  ?= python3
 PROFILE ?= recorded
 PORT    ?= 8000
