@@ -17,6 +17,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 import pytest
 
 from lowprec.notebook import FIGURE_MIME
+from lowprec.plots import MIN_SCALE
 
 pytestmark = pytest.mark.book
 
@@ -120,8 +121,12 @@ def test_page_fits_a_phone(visit, page):
     tab = visit(page, PHONE)
     assert width_beyond(tab) <= 0
     for frame in tab.locator(".lowprec-scroll").all():
-        inner, outer = frame.evaluate("e => [e.scrollWidth, e.clientWidth]")
-        assert inner >= 500 and outer <= PHONE["width"], "the figure scrolls in its own frame"
+        image, drawn, outer = frame.evaluate(
+            "e => { const svg = e.querySelector('svg'); return "
+            "[svg.getBoundingClientRect().width, svg.viewBox.baseVal.width, e.clientWidth]; }"
+        )
+        assert image >= drawn / 72 * MIN_SCALE - 1, "a figure scrolls before its text is too small"
+        assert outer <= PHONE["width"]
 
 
 def luminance(rgb):
