@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from lowprec import UserError
+from lowprec.formats import Format
 from lowprec.policy import FA2, PrecisionPolicy
 from lowprec.reference import check_inputs, emulate, oracle
 
@@ -34,26 +35,34 @@ def attention(
     probe: (heads, 3) float32 leaf whose *gradient* receives PROBE_COLUMNS: it accumulates over
         micro-batches and is reduced over ranks like any gradient. Costs one FP32 output.
     """
-    policy = PrecisionPolicy.parse(policy)
     scale = check_inputs(q, k, v, causal, scale)
-    impl = resolve_impl(impl, q.device)
+    policy, impl = _plan(
+        policy if isinstance(policy, str) else str(policy), tile, impl, q.device.type,
+        None if probe is None else tuple(probe.shape), q.shape[1],
+    )  # fmt: skip
     if impl == "sdpa":
-        if policy != FA2 or tile is not None or probe is not None:
-            raise UserError(
-                "impl='sdpa' runs PyTorch's own kernel, whose roundings cannot be set; use "
-                "policy=FA2, tile=None and no probe, or impl='triton'"
-            )
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale
         )
-    if probe is not None and probe.shape != (q.shape[1], len(PROBE_COLUMNS)):
+    return _attention(q, k, v, probe, policy, causal, scale, tile or 0, impl, seed)[0]
+
+
+@torch.compiler.assume_constant_result
+def _plan(policy: str, tile, impl: str, device: str, probe_shape, heads: int) -> tuple[str, str]:
+    """(canonical policy, implementation), checked; a constant for torch.compile, which would
+    otherwise cut its graph here."""
+    p = PrecisionPolicy.parse(policy)
+    impl = resolve_impl(impl, device)
+    if impl == "sdpa" and (p != FA2 or tile is not None or probe_shape is not None):
         raise UserError(
-            f"probe must be ({q.shape[1]}, {len(PROBE_COLUMNS)}), not {tuple(probe.shape)}"
+            "impl='sdpa' runs PyTorch's own kernel, whose roundings cannot be set; use "
+            "policy=FA2, tile=None and no probe, or impl='triton'"
         )
+    if probe_shape is not None and probe_shape != (heads, len(PROBE_COLUMNS)):
+        raise UserError(f"probe must be ({heads}, {len(PROBE_COLUMNS)}), not {probe_shape}")
     if impl == "triton":
-        _triton().check_supported(policy, tile)
-    out = _attention(q, k, v, probe, str(policy), causal, scale, tile or 0, impl, seed)
-    return out[0]
+        _triton().check_supported(p, tile)
+    return str(p), impl
 
 
 def resolve_impl(impl: str, device) -> str:
@@ -77,6 +86,11 @@ def _wants_shadow(policy: PrecisionPolicy, probe) -> bool:
     return probe is not None or policy.delta_from in ("o_fp32", "o_split")
 
 
+def _wants_stored(policy: PrecisionPolicy, dtype: torch.dtype) -> bool:
+    """Whether a tensor of that dtype cannot hold o as the policy stores it."""
+    return not policy.o.fmt.within(Format.parse(str(dtype).removeprefix("torch.")))
+
+
 @torch.library.custom_op("lowprec::attention", mutates_args=())
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, probe: torch.Tensor | None,
@@ -87,8 +101,10 @@ def _attention(
     none = q.new_empty(0)
     if impl == "triton":
         out = _triton().forward(
-            q, k, v, p, causal, scale, shadow=_wants_shadow(p, probe), ties=probe is not None
-        )
+            q, k, v, p, causal, scale, tile or None, seed,
+            stored=_wants_stored(p, q.dtype), shadow=_wants_shadow(p, probe),
+            ties=probe is not None,
+        )  # fmt: skip
         return tuple(none.clone() if x is None else x for x in out)
     if impl == "oracle":
         t = oracle(q, k, v, causal, scale)
@@ -105,7 +121,7 @@ def _(q, k, v, probe, policy, causal, scale, tile, impl, seed):
         return q.new_empty(q.shape), *(q.new_empty(0) for _ in range(4))
     b, h, t, d = q.shape
     o = q.new_empty(b, t, h, d).transpose(1, 2)
-    wanted = (p.o.is_fp32, _wants_shadow(p, probe))
+    wanted = (_wants_stored(p, q.dtype), _wants_shadow(p, probe))
     stored, shadow = (
         torch.empty_like(o, dtype=torch.float32) if want else q.new_empty(0) for want in wanted
     )
@@ -123,22 +139,21 @@ def _attention_backward(
     """(dq, dk, dv, probe gradient)."""
     p = PrecisionPolicy.parse(policy)
     if impl == "triton":
-        dq, dk, dv, delta_o, delta_ref = _triton().backward(
-            do, q, k, v, o, o_fp32, lse, p, causal, scale, want_probe
+        dq, dk, dv, *_, sums = _triton().backward(
+            do, q, k, v, o, o_fp32, lse, ties, p, causal, scale, tile or None, seed, want_probe
         )
+        return dq, dk, dv, sums if want_probe else q.new_empty(0)
+    if impl == "oracle":
+        t = oracle(q, k, v, causal, scale, do=do)
+        t.delta_o = t.delta_ref = t.delta
+        t.ties = (t.s == t.m[..., None]).sum(-1)
     else:
-        if impl == "oracle":
-            t = oracle(q, k, v, causal, scale, do=do)
-            t.delta_o = t.delta_ref = t.delta
-            t.ties = (t.s == t.m[..., None]).sum(-1)
-        else:
-            t = emulate(q, k, v, p, tile or None, do, causal, scale, seed)
-        dq, dk, dv = (g.to(q.dtype).contiguous() for g in (t.dq, t.dk, t.dv))
-        delta_o, delta_ref, ties = t.delta_o, t.delta_ref, t.ties
+        t = emulate(q, k, v, p, tile or None, do, causal, scale, seed)
+    dq, dk, dv = (g.to(q.dtype).contiguous() for g in (t.dq, t.dk, t.dv))
     if not want_probe:
         return dq, dk, dv, q.new_empty(0)
-    bias = delta_o - delta_ref
-    columns = (bias, bias.abs(), (ties > 1).float())
+    bias = t.delta_o - t.delta_ref
+    columns = (bias, bias.abs(), (t.ties > 1).float())
     return dq, dk, dv, torch.stack([c.float().sum((0, 2)) for c in columns], -1)
 
 

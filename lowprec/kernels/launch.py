@@ -1,79 +1,107 @@
-"""Launches the attention kernels: checks, constexprs from the policy, block sizes, outputs.
+"""Launches the attention kernels: checks, constexprs from the policy, hardware blocks, outputs.
 
-Honoured now: s p l o_acc o dodo dp p_bwd ds in FP32 or BF16 (nearest even), delta_from "o" and
-"o_fp32", whole-row tile, causal or full, BF16 inputs, head_dim 16 to 128, any strides whose last
-is 1. Everything else raises and names the field.
+The hardware blocks BM x BN come from a table by head_dim, measured once (`HARDWARE`); the rounding
+block `tile` is the caller's. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
+
+import functools
+import math
 
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from lowprec import UserError
-from lowprec.kernels import attention as kernels
-from lowprec.policy import SITES, PrecisionPolicy, Shift
+from lowprec.kernels import attention_bwd as bwd
+from lowprec.kernels import attention_fwd as fwd
+from lowprec.kernels.rounding import site_code
+from lowprec.policy import SITES, PrecisionPolicy
 
 HEAD_DIMS = (16, 32, 64, 128)
-KERNEL_SITES = ("s", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds")
-NATIVE = not isinstance(kernels.attention_fwd_kernel, InterpretedFunction)
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NATIVE = not isinstance(fwd.attention_fwd_kernel, InterpretedFunction)
 """False under TRITON_INTERPRET=1, where the kernels run on CPU tensors."""
 
-# Each product and each sum rounds on its own, as in the emulation: no fused multiply-add.
-OPTIONS = {"enable_fp_fusion": False} if NATIVE else {}
+HARDWARE = {
+    # architecture: head_dim up to: kernel, of a tile, of any tile:
+    # (BM, BN, warps, stages, most registers a thread or None)
+    "sm_90": {
+        64: {
+            "forward": (64, 64, 4, 3, 128), "forward 64": (64, 64, 4, 3, None),
+            "forward 128": (64, 128, 4, 2, None), "forward tiled": (64, 64, 4, 3, 160),
+            "dq": (64, 64, 4, 2, None), "dq tiled": (64, 32, 4, 4, None),
+            "dkdv": (32, 64, 4, 4, 128), "dkdv tiled": (64, 64, 4, 3, None),
+        },
+        128: {
+            "forward": (64, 64, 4, 3, None), "forward tiled": (64, 64, 4, 2, None),
+            "dq": (64, 64, 4, 2, None), "dkdv": (32, 64, 4, 4, None),
+        },
+    },
+}  # fmt: skip
+"""Chosen from the sweep that data/benchmarks/ records. Other architectures use sm_90's."""
 
 
 def check_supported(policy: PrecisionPolicy, tile: int | None = None) -> None:
     """Raise `UserError`, naming the field, for what the kernels do not honour."""
-    mend = "use impl='emulate'"
     for name in SITES:
-        site = str(getattr(policy, name))
-        if site != "fp32" and (name not in KERNEL_SITES or site != "bf16"):
-            raise UserError(f"the Triton kernels do not honour policy field {name}={site}; {mend}")
-    wanted = {"l_from": ("p_unnorm",), "delta_from": ("o", "o_fp32"), "shift": (Shift(),),
-              "l_floor": (0.0,)}  # fmt: skip
-    for name, values in wanted.items():
-        if getattr(policy, name) not in values:
-            raise UserError(
-                f"the Triton kernels do not honour policy field {name}={getattr(policy, name)}; "
-                f"{mend}"
-            )
-    if tile is not None:
-        raise UserError(f"the Triton kernels round whole rows (tile=None), not tile={tile}; {mend}")
+        site_code(policy, name)
+    if tile is not None and (tile < 16 or tile & (tile - 1)):
+        raise UserError(
+            f"tile={tile}: a rounding block in the Triton kernels is 16, 32, 64 ... keys (a power "
+            f"of two) or None for the whole row; use impl='emulate'"
+        )
 
 
-def check_tensors(q, k, v) -> None:
-    if q.dtype != torch.bfloat16:
-        raise UserError(f"the Triton kernels take bfloat16 q, k, v, not {q.dtype}; cast them first")
+def check_tensors(q, k, v, scale: float) -> None:
+    """Raise `UserError` for tensors that the kernels do not take."""
+    mend = "use impl='emulate'"
+    if q.dtype not in DTYPES:
+        raise UserError(f"the Triton kernels take {', '.join(DTYPES.values())}, not {q.dtype}")
     if q.shape[3] not in HEAD_DIMS:
-        raise UserError(f"head_dim={q.shape[3]} is not one of {HEAD_DIMS}; use impl='emulate'")
+        raise UserError(f"head_dim={q.shape[3]} is not one of {HEAD_DIMS}; {mend}")
     if q.shape != k.shape:
-        raise UserError("the Triton kernels take as many queries as keys; use impl='emulate'")
+        raise UserError(f"the Triton kernels take as many queries as keys; {mend}")
+    if not scale > 0:
+        raise UserError(f"the Triton kernels need a positive scale, not {scale}; {mend}")
     if q.shape[2] * max(x.stride(2) for x in (q, k, v)) >= 2**31:
         raise UserError(
             f"seqlen={q.shape[2]} with these strides needs offsets beyond 32 bits within a head; "
-            f"make q, k, v contiguous or use impl='emulate'"
+            f"make q, k, v contiguous or {mend}"
         )
     if NATIVE and not q.is_cuda:
         raise UserError(
             "the Triton kernels need CUDA tensors; for CPU tensors set TRITON_INTERPRET=1 before "
-            "starting Python, or use impl='emulate'"
+            f"starting Python, or {mend}"
         )
 
 
-def blocks(backward: bool) -> tuple[dict, dict]:
-    """(block sizes, launch options); large blocks keep the interpreter quick."""
+@functools.lru_cache
+def constants(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
+    """{"P_BWD": code, ...}, the kernels' constexprs."""
+    return {name.upper(): site_code(policy, name) for name in sites}
+
+
+def blocks(kernel: str, d: int, n: int, tile: int, dtype) -> dict:
+    """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick."""
     if not NATIVE:
-        return {"BM": 128, "BN": 128}, {}
-    if backward:
-        return {"BM": 64, "BN": 64}, {"num_warps": 4, "num_stages": 2, **OPTIONS}
-    return {"BM": 128, "BN": 64}, {"num_warps": 4, "num_stages": 3, **OPTIONS}
-
-
-def bf16_flags(policy: PrecisionPolicy, *names: str) -> dict[str, bool]:
-    """{"P_BWD": True, ...}: which sites are BF16, as the kernels' constexprs."""
-    return {name.upper(): not getattr(policy, name).is_fp32 for name in names}
+        bm, bn, options = 128, 128, {}
+    else:
+        table = HARDWARE["sm_90"]
+        table = table[min(size for size in table if d <= size)]
+        bm, bn, warps, stages, registers = table.get(
+            f"{kernel}_tiled" if tile else "", table[kernel]
+        )
+        if dtype != torch.bfloat16:  # operands in several pieces need more of everything
+            stages, registers = 1, None
+        # Each product and each sum rounds on its own, as in the emulation.
+        options = dict(num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+        if registers:
+            options["maxnreg"] = registers
+    if tile:  # the side that the kernel walks along
+        bm, bn = (min(bm, tile), bn) if kernel == "dkdv" else (bm, min(bn, tile))
+    return dict(BM=bm, BN=bn, TILE=tile, EVEN=n % bm == 0 and n % bn == 0) | options
 
 
 def last_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -84,68 +112,89 @@ def strides(*tensors: torch.Tensor) -> list[int]:
     return [s for x in tensors for s in x.stride()[:3]]
 
 
-def forward(q, k, v, policy, causal, scale, shadow, ties):
-    """(o, o_stored, o_fp32, lse, ties) of attention.
-
-    q, k, v: (B, H, T, D) bfloat16. o: as q. o_stored: o as the backward reads it, FP32, or None
-    where o itself is that. o_fp32: (B, H, T, D) float32 shadow output, lse: (B, H, T) float32,
-    ties: (B, H, T) int32 scores equal to the row's maximum; None where not asked for.
-    """
-    check_supported(policy)
-    check_tensors(q, k, v)
-    q, k, v = (last_contiguous(x) for x in (q, k, v))
-    n_batch, n_head, n, d = q.shape
-    # (B, T, H, D) in memory: the reshape to (B, T, C) that follows in a transformer is free
-    o = torch.empty(n_batch, n, n_head, d, dtype=q.dtype, device=q.device).transpose(1, 2)
-    stored = torch.empty_like(o, dtype=torch.float32) if policy.o.is_fp32 else None
-    o_fp32 = torch.empty_like(o, dtype=torch.float32) if shadow else None
-    rows = (n_batch, n_head, n)
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    b_ties = torch.empty(rows, dtype=torch.int32, device=q.device) if ties else None
-    sizes, options = blocks(backward=False)
-    grid = (triton.cdiv(n, sizes["BM"]), n_batch * n_head)
-    kernels.attention_fwd_kernel[grid](
-        q, k, v, o, stored, o_fp32, lse, b_ties, *strides(q, k, v, o), n, scale,
-        H=n_head, D=d, **sizes, CAUSAL=causal, NATIVE=NATIVE,
-        STORED=stored is not None, SHADOW=shadow, TIES=ties,
-        **bf16_flags(policy, "s", "p", "l", "o_acc", "o"), **options,
+def common(q, causal: bool, scale: float, policy: PrecisionPolicy) -> dict:
+    """Constexprs that every kernel takes."""
+    power_of_two = math.frexp(scale)[0] == 0.5
+    return dict(
+        H=q.shape[1], D=q.shape[3], CAUSAL=causal, NATIVE=NATIVE,
+        EXACT=power_of_two and policy.s.fmt.exponent_bits == 8,
+        PIECES=3 if q.dtype == torch.float32 else 2,
     )  # fmt: skip
-    return o, stored, o_fp32, lse, b_ties
 
 
-def backward(do, q, k, v, o, o_fp32, lse, policy, causal, scale, probe):
-    """(dq, dk, dv, delta_o, delta_ref); the last two (B, H, T) float32, or None without `probe`.
+def new_rows(q, dtype=None):
+    """An empty (B, H, T, D) tensor, (B, T, H, D) in memory: the reshape to (B, T, H * D) that
+    follows in a transformer is free."""
+    b, h, n, d = q.shape
+    return torch.empty(b, n, h, d, dtype=dtype or q.dtype, device=q.device).transpose(1, 2)
 
-    o: the output as the backward reads it (`o_stored` of `forward` if there is one);
-    o_fp32: the shadow output, needed for delta_from="o_fp32" and for `probe`.
+
+def forward(
+    q, k, v, policy, causal, scale, tile=None, seed=0, stored=False, shadow=False, ties=False
+):
+    """(o, o_stored, o_fp32, lse, ties) of attention; None where not asked for.
+
+    q, k, v: (B, H, T, D), bfloat16, float16 or float32. o: as q. o_stored: float32, o as the policy
+    stores it, wanted where q's dtype cannot hold that. o_fp32: float32, the shadow output. lse:
+    (B, H, T) float32. ties: (B, H, T) int32, scores equal to the row's maximum. A row whose scores
+    are all -inf gives o = 0 and lse = -inf; a score of +inf or NaN gives NaN in its row.
+    """
+    check_supported(policy, tile)
+    check_tensors(q, k, v, scale)
+    q, k, v = (last_contiguous(x) for x in (q, k, v))
+    b, h, n, d = q.shape
+    o = new_rows(q)
+    o_stored = new_rows(q, torch.float32) if stored else None
+    o_fp32 = new_rows(q, torch.float32) if shadow else None
+    lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
+    b_ties = torch.empty_like(lse, dtype=torch.int32) if ties else None
+    sizes = blocks("forward", d, n, 0 if tile is None or tile >= n else tile, q.dtype)
+    shift = policy.shift
+    fwd.attention_fwd_kernel[(triton.cdiv(n, sizes["BM"]) * b * h,)](
+        q, k, v, o, o_stored, o_fp32, lse, b_ties, *strides(q, k, v, o), n, scale, seed,
+        **common(q, causal, scale, policy), **sizes,
+        STORED=stored, SHADOW=shadow, TIES=ties,
+        **constants(policy, "s", "x", "p", "l", "o_acc", "o"),
+        L_FROM_P=policy.l_from == "p_rounded", L_FLOOR=policy.l_floor,
+        SHIFT=shift.kind, BETA=shift.beta, GAMMA=shift.gamma, TOL=shift.tol,
+        AMPLITUDE=shift.amplitude, DITHER_STREAM=len(SITES),
+    )  # fmt: skip
+    return o, o_stored, o_fp32, lse, b_ties
+
+
+def backward(
+    do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile=None, seed=0, probe=False
+):
+    """(dq, dk, dv, delta, delta_o, delta_ref, sums); the last three None without `probe`.
+
+    o: the output as the backward reads it (`o_stored` of `forward` if there is one); o_fp32: the
+    shadow output, needed for delta_from="o_fp32", "o_split" and, like `ties`, for `probe`.
+    delta (the one used), delta_o (from o), delta_ref (from o_fp32): (B, H, T) float32. sums:
+    (H, 3) float32, per head the sum of delta_o - delta_ref, of its absolute value, and the number
+    of rows whose largest score is tied.
     """
     do, q, k, v = (last_contiguous(x) for x in (do, q, k, v))
-    n_batch, n_head, n, d = q.shape
-    delta = torch.empty_like(lse)
-    delta_o, delta_ref = (torch.empty_like(lse), torch.empty_like(lse)) if probe else (None, None)
-    from_shadow = policy.delta_from == "o_fp32"
-    grid = (triton.cdiv(n, 128), n_batch * n_head)
-    kernels.delta_bwd_kernel[grid](
-        do, o, o_fp32, delta, delta_o, delta_ref, *strides(do, o), n,
-        H=n_head, D=d, BM=128, NATIVE=NATIVE, FROM_SHADOW=from_shadow, PROBE=probe,
-        **bf16_flags(policy, "dodo"), **OPTIONS,
+    b, h, n, d = q.shape
+    delta, sums, delta_o, delta_ref = torch.empty_like(lse), None, None, None
+    same = common(q, causal, scale, policy)
+    tile = 0 if tile is None or tile >= n else tile
+    dq, dk, dv = (new_rows(q) for _ in range(3))
+
+    sizes = blocks("dq", d, n, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
+    n_blocks = triton.cdiv(n, sizes["BM"])
+    if probe:
+        delta_o, delta_ref = torch.empty_like(lse), torch.empty_like(lse)
+        sums = torch.empty(b, h, n_blocks, 3, dtype=torch.float32, device=q.device)
+    # o_fp32 has the memory layout of o, so one set of strides serves both
+    bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
+        q, k, v, do, o, o_fp32, lse, ties, delta, delta_o, delta_ref, sums, dq,
+        *strides(q, k, v, do, o, dq), n, scale, seed, **same, **sizes,
+        PROBE=probe, DELTA_FROM=policy.delta_from,
+        **constants(policy, "s", "dodo", "dp", "ds", "dq_acc"),
     )  # fmt: skip
-    dq, dk, dv = (
-        torch.empty(n_batch, n, n_head, d, dtype=q.dtype, device=q.device).transpose(1, 2)
-        for _ in range(3)
-    )
-    sizes, options = blocks(backward=True)
-    common = dict(
-        H=n_head, D=d, **sizes, CAUSAL=causal, NATIVE=NATIVE,
-        **bf16_flags(policy, "s", "dp", "ds"), **options,
+    sizes = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
+    bwd.attention_bwd_dkdv_kernel[(triton.cdiv(n, sizes["BN"]) * b * h,)](
+        q, k, v, do, lse, delta, dk, dv, *strides(q, k, v, do, dk), n, scale, seed,
+        **same, **sizes, **constants(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc"),
     )  # fmt: skip
-    grid = (triton.cdiv(n, sizes["BM"]), n_batch * n_head)
-    kernels.attention_bwd_dq_kernel[grid](
-        q, k, v, do, lse, delta, dq, *strides(q, k, v, do, dq), n, scale, **common
-    )
-    grid = (triton.cdiv(n, sizes["BN"]), n_batch * n_head)
-    kernels.attention_bwd_dkdv_kernel[grid](
-        q, k, v, do, lse, delta, dk, dv, *strides(q, k, v, do, dk), n, scale,
-        **bf16_flags(policy, "p_bwd"), **common,
-    )  # fmt: skip
-    return dq, dk, dv, delta_o, delta_ref
+    return dq, dk, dv, delta, delta_o, delta_ref, sums.sum((0, 2)) if probe else None

@@ -1,0 +1,273 @@
+"""What attention costs on this GPU: time and memory of each policy beside PyTorch's own kernels.
+
+q, k and v are strided views of one (B, T, 3 H D) tensor, and the backward ends with the gradient
+of that tensor, as in a transformer. Times are medians over replays of a CUDA graph, so they hold
+no launch overhead; in training the same calls are queued ahead of the GPU. A record is one JSON
+file: where and with what it was made, the two ceilings of the GPU, the cases, and the sweep that
+the table of hardware blocks (`lowprec.kernels.launch.HARDWARE`) was chosen from.
+
+    python -m lowprec.benchmark data/benchmarks     (make gpu-check runs the tests first)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import multiprocessing
+import os
+import statistics
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lowprec import UserError, runs
+from lowprec.attention import PROBE_COLUMNS, attention
+
+TOKENS = 32_768
+SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention, causal, BF16. impl: triton, or flash or cudnn of PyTorch's SDPA."""
+
+    impl: str = "triton"
+    policy: str = "FA2"
+    tile: int | None = None
+    probe: bool = False
+    batch: int = 32
+    heads: int = 12
+    seqlen: int = 1024
+    head_dim: int = 64
+
+
+def cases() -> list[Case]:
+    """Policies at one shape, and FA2 beside PyTorch's kernels at T = 512 to 16,384."""
+    policies = [
+        Case(policy=p) for p in (
+            "ALL_FP32", "FA2", "PAPER", "LOW", "LOW+delta_from=o_fp32", "LOW+delta_from=o_split",
+            "LOW+delta_from=dp", "PAPER+shift=beta(beta=7)", "LOW+o_acc=bf16:stochastic",
+        )
+    ] + [
+        Case(policy="FA2", tile=64), Case(policy="FA2", tile=128), Case(policy="PAPER", tile=128),
+        Case(policy="LOW", tile=512), Case(policy="RELEASED", tile=512),
+        Case(policy="FA2", probe=True), Case(policy="LOW", probe=True),
+    ]  # fmt: skip
+    shapes = [
+        dict(batch=TOKENS // n, seqlen=n, heads=h, head_dim=d)
+        for h, d in ((12, 64), (6, 128))
+        for n in (512, 1024, 2048, 4096, 8192, 16384)
+    ]
+    lengths = [
+        Case(impl=impl, tile=tile, **shape)
+        for shape in shapes
+        for impl, tile in (("triton", None), ("triton", 64), ("flash", None), ("cudnn", None))
+    ]
+    return list(dict.fromkeys(policies + lengths))
+
+
+class Inputs:
+    """Tensors of a case, and its two halves as functions without arguments."""
+
+    def __init__(self, case: Case):
+        shape = (case.batch, case.seqlen, case.heads, case.head_dim)
+        g = torch.Generator("cuda").manual_seed(0)
+        width = case.heads * case.head_dim
+        self.fused = torch.randn(
+            *shape[:2], 3 * width, generator=g, device="cuda", dtype=torch.bfloat16
+        ).requires_grad_()
+        self.q, self.k, self.v = (x.view(shape).transpose(1, 2) for x in self.fused.split(width, 2))
+        self.do = torch.randn(shape, generator=g, device="cuda", dtype=torch.bfloat16)
+        self.do = self.do.transpose(1, 2)
+        probe = torch.zeros(case.heads, len(PROBE_COLUMNS), device="cuda", requires_grad=True)
+        self.probe = probe if case.probe else None
+        self.case = case
+
+    def forward(self):
+        case, sdpa = self.case, self.case.impl in SDPA
+        with sdpa_kernel(SDPA[case.impl]) if sdpa else contextlib.nullcontext():
+            return attention(
+                self.q, self.k, self.v, case.policy, tile=case.tile, probe=self.probe,
+                impl="sdpa" if sdpa else case.impl,
+            )  # fmt: skip
+
+    def backward(self, o):
+        leaves = [x for x in (self.fused, self.probe) if x is not None]
+        return torch.autograd.grad(o, leaves, self.do, retain_graph=True)
+
+
+def milliseconds(stream, call, calls: int = 8, replays: int = 9) -> dict[str, float]:
+    """Median, least and most GPU time of one call, over replays of a graph of several calls."""
+    for _ in range(3):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            call()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        graph.replay()
+        end.record(stream)
+        stream.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return dict(ms=statistics.median(times), least=min(times), most=max(times))
+
+
+def measure(case: Case) -> dict:
+    """The case with its times in milliseconds and the memory that forward and backward add."""
+    stream = torch.cuda.Stream()  # a graph cannot hold the default stream's work
+    with torch.cuda.stream(stream):
+        x = Inputs(case)
+        stream.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        o = x.forward()
+        x.backward(o)
+        stream.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        with torch.no_grad():
+            forward = milliseconds(stream, x.forward)
+        backward = milliseconds(stream, lambda: x.backward(o))
+    row = dataclasses.asdict(case) | {"peak_mib": peak / 2**20}
+    for half, times in (("forward", forward), ("backward", backward)):
+        row |= {f"{half}_{name}": value for name, value in times.items()}
+    return row
+
+
+def ceilings() -> dict[str, float]:
+    """BF16 matrix rate in TFLOP/s on random data, and copy bandwidth in TB/s, read and written."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        n = 8192
+        a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        product = milliseconds(stream, lambda: a @ b)["least"]
+        source = torch.randn(2**30, device="cuda")
+        target = torch.empty_like(source)
+        copy = milliseconds(stream, lambda: torch.neg(source, out=target))["least"]
+    return dict(tflops=2 * n**3 / product / 1e9, tbps=2 * source.nbytes / copy / 1e9)
+
+
+def floors(case: dict, ceilings: dict) -> dict[str, float]:
+    """Least milliseconds of forward and backward: operations over the matrix rate, bytes over the
+    bandwidth, for causal attention that reads its inputs and writes its outputs once."""
+    elements = case["batch"] * case["heads"] * case["seqlen"] * case["head_dim"]
+    product = elements * case["seqlen"] / ceilings["tflops"] / 1e9  # one matmul of 2 T^2 D / 2 each
+    rows = elements * 2 / ceilings["tbps"] / 1e9  # one BF16 tensor
+    return dict(
+        forward_operations=2 * product, forward_bytes=4 * rows,
+        backward_operations=5 * product, backward_bytes=8 * rows,
+    )  # fmt: skip
+
+
+BLOCKS = {
+    "forward": [(64, 64, 4, 2, 128), (64, 64, 4, 3, None), (64, 64, 4, 3, 128), (64, 64, 4, 3, 160),
+                (64, 32, 4, 3, 96), (64, 128, 4, 2, None), (128, 64, 4, 3, None),
+                (128, 64, 8, 3, None), (128, 128, 8, 2, None), (128, 32, 4, 4, None)],
+    "dq": [(64, 64, 4, 2, None), (64, 64, 4, 2, 128), (64, 64, 4, 3, None), (64, 32, 4, 3, 96),
+           (64, 32, 4, 4, None), (128, 64, 4, 3, None), (128, 64, 8, 3, None)],
+    "dkdv": [(32, 64, 4, 4, None), (32, 64, 4, 4, 128), (32, 64, 4, 3, 128), (64, 64, 4, 2, None),
+             (64, 64, 4, 3, None), (64, 128, 8, 2, None), (32, 128, 8, 3, None)],
+}  # fmt: skip
+RELEASED = Case(policy="RELEASED", tile=512)
+SWEPT = [(kernel, case) for kernel in BLOCKS
+         for case in (Case(), Case(policy="LOW"), Case(heads=6, head_dim=128))]  # fmt: skip
+SWEPT += [(f"{kernel} tiled", RELEASED) for kernel in BLOCKS]
+
+
+@contextlib.contextmanager
+def hardware_blocks(kernel: str, head_dim: int, block: tuple):
+    """One entry of the table replaced."""
+    from lowprec.kernels import launch
+
+    table = launch.HARDWARE["sm_90"]
+    entry = table[min(size for size in table if head_dim <= size)]
+    kept = entry[kernel]
+    entry[kernel] = block
+    try:
+        yield
+    finally:
+        entry[kernel] = kept
+
+
+def sweep_one(kernel: str, case: Case, block: tuple) -> dict:
+    """Milliseconds of the half that the kernel belongs to, with these hardware blocks; None if
+    the GPU has not enough shared memory for them."""
+    from triton.runtime.errors import OutOfResources
+
+    half = "forward" if kernel.startswith("forward") else "backward"
+    try:
+        with hardware_blocks(kernel, case.head_dim, block):
+            ms = measure(case)[f"{half}_ms"]
+    except OutOfResources:
+        ms = None
+    names = ("BM", "BN", "warps", "stages", "registers")
+    return dict(kernel=kernel, policy=case.policy, head_dim=case.head_dim, half=half, ms=ms,
+                **dict(zip(names, block, strict=True)))  # fmt: skip
+
+
+def _compile(job) -> None:
+    """Fill Triton's cache; what does not fit shows when it is timed."""
+    kernel, case, block = job
+    small = dataclasses.replace(case, batch=1)
+    with contextlib.suppress(Exception):
+        with hardware_blocks(kernel, case.head_dim, block) if block else contextlib.nullcontext():
+            x = Inputs(small)
+            x.backward(x.forward())
+
+
+def record(tests: Path | None = None, sweep: bool = True) -> dict:
+    """Measure everything; `tests`: the junit file of the GPU tests, summed up in the record."""
+    if not torch.cuda.is_available():
+        raise UserError("the benchmark needs an NVIDIA GPU and there is none")
+    plan = [(None, case, None) for case in cases()]
+    if sweep:
+        plan += [
+            (kernel, case, block) for kernel, case in SWEPT for block in BLOCKS[kernel.split()[0]]
+        ]
+    processes = min(16, os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, [job for job in plan if job[1].impl == "triton"]))
+    out = dict(date=datetime.date.today().isoformat(), **runs.provenance("cuda"))
+    if tests is not None:
+        suites = ElementTree.parse(tests).getroot().iter("testsuite")
+        counts = [{k: int(s.get(k)) for k in ("tests", "failures", "errors", "skipped")}
+                  for s in suites]  # fmt: skip
+        out["gpu_tests"] = {name: sum(c[name] for c in counts) for name in counts[0]}
+    out["ceilings"] = ceilings()
+    out["cases"] = [measure(case) for _, case, block in plan if block is None]
+    out["sweep"] = [sweep_one(*job) for job in plan if job[2] is not None]
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m lowprec.benchmark", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the dated record goes")
+    parser.add_argument("--tests", type=Path, help="junit file of the GPU tests")
+    parser.add_argument("--no-sweep", action="store_true", help="leave out the hardware blocks")
+    args = parser.parse_args()
+    try:
+        result = record(args.tests, not args.no_sweep)
+    except UserError as error:
+        raise SystemExit(f"lowprec: {error}") from None
+    args.folder.mkdir(parents=True, exist_ok=True)
+    gpu = result["hardware"].lower().replace(" ", "-")
+    path = args.folder / f"{result['date']}-{gpu}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    for row in result["cases"]:
+        name = " ".join(str(row[k]) for k in ("impl", "policy", "tile", "seqlen", "head_dim"))
+        print(f"{name:60} {row['forward_ms']:.3f} {row['backward_ms']:.3f} ms")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
