@@ -303,7 +303,7 @@ def attention_fwd_kernel(
                 SHIFT, BETA, GAMMA, TOL, AMPLITUDE, DITHER_STREAM, PIECES, NATIVE,
             )  # fmt: skip
 
-    blind = b_m == float("-inf")
+    blind = (b_m == float("-inf")) & (b_l == b_l)  # the maximum of NaN alone is -inf, too
     o_d = tl.arange(0, D)[None, :]
     b_o = tl.where(blind[:, None], 0.0, tl.div_rn(b_acc, b_l[:, None]))
     b_o = round_site(b_o, O, who, o_q[:, None], o_d, NATIVE)

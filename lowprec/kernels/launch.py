@@ -90,9 +90,8 @@ def blocks(kernel: str, d: int, n: int, tile: int, dtype) -> dict:
     else:
         table = HARDWARE["sm_90"]
         table = table[min(size for size in table if d <= size)]
-        bm, bn, warps, stages, registers = table.get(
-            f"{kernel}_tiled" if tile else "", table[kernel]
-        )
+        names = (f"{kernel} {tile}", f"{kernel} tiled", kernel) if tile else (kernel,)
+        bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
         if dtype != torch.bfloat16:  # operands in several pieces need more of everything
             stages, registers = 1, None
         # Each product and each sum rounds on its own, as in the emulation.
