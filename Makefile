@@ -1,5 +1,6 @@
 # Two commands: `make book` and `make test`. Each sets itself up; Python 3.11 or newer and make
-# are all they need.
+# are all they need. A third, `make gpu-check`, needs an NVIDIA GPU: it tests the kernels, times them
+# and writes a dated record into data/benchmarks/.
 #
 # On Linux the default torch wheel brings several GB of CUDA libraries. On a machine without a GPU
 # point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels (its install page says
@@ -25,13 +26,19 @@ EVIDENCE := $(shell find lowprec -name '*.py') $(shell find data -type f -not -p
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md book/*.yml book/*.bib book/_static/*)) \
          README.md
 
-.PHONY: book test notebooks serve check-book check-links strip clean
+.PHONY: book test gpu-check notebooks serve check-book check-links strip clean
 .DELETE_ON_ERROR:
 
 book: book/_build/.stamp
 
 test: $(VENV)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+
+# One process: tests that share the GPU would also share its memory.
+gpu-check: $(VENV)
+	LOWPREC_GPU_TESTS=1 $(PY) -m pytest -m gpu -p no:xdist --junitxml=build/gpu-tests.xml
+	$(PY) -m lowprec.benchmark data/benchmarks --tests build/gpu-tests.xml
+	$(PY) -m lowprec verify --write
 
 # One rule a profile: `recorded` is what the book shows, the others go to build/.
 folder = $(if $(filter recorded,$(1)),book/executed,build/$(1))

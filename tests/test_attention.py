@@ -91,8 +91,8 @@ def test_stochastic_backward_regenerates_the_forward():
     [
         (dict(policy=LOW, impl="sdpa"), "FA2"),
         (dict(policy=LOW, impl="cudnn"), "cudnn"),
-        (dict(policy=LOW.replace(x="bf16"), impl="triton"), "x=bf16"),
-        (dict(policy=LOW, impl="triton", tile=64), "tile=64"),
+        (dict(policy=LOW.replace(x="e4m3fn"), impl="triton"), "x=e4m3fn"),
+        (dict(policy=LOW, impl="triton", tile=48), "tile=48"),
         (dict(policy=LOW, probe=torch.zeros(1, 3)), "probe"),
     ],
 )

@@ -1,0 +1,194 @@
+"""Runs the attention kernels and says how far they may lie from the emulation.
+
+Both compute the same formulas and differ in the order of FP32 sums and in exp. So before a site
+the two numbers differ by FP32 noise, and after it they are mostly the same number, sometimes its
+neighbour: a flip. `bounds` carries both through attention to first order: with flips=False the
+noise alone, with flips=True also a flip at every rounding, all in the same direction. No element
+may lie beyond the second. Flips are rare, about noise / ulp, so few elements lie beyond the first.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import family
+
+from lowprec import kernels
+from lowprec.formats import Format
+from lowprec.kernels import launch
+from lowprec.policy import SITES, PrecisionPolicy
+from lowprec.reference import emulate, oracle
+
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(launch.NATIVE, reason="needs TRITON_INTERPRET=1")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+GRADIENTS = ("dq", "dk", "dv")
+NAMES = ("o", "o_fp32", "lse", "delta", "delta_o", "delta_ref", *GRADIENTS)
+U = 2.0**-24  # unit roundoff of FP32
+SHARE = 1 / 32
+"""Elements that flips may carry beyond FP32 noise."""
+
+
+def every(site):
+    """The policy with all sites alike."""
+    return PrecisionPolicy(**dict.fromkeys(SITES, site))
+
+
+def inputs_on(device, name="normal", n=150, d=64, **how):
+    """q, k, v, do: one head of n rows for the interpreter; on a GPU six of 1000, so that all tests
+    there share compiled kernels."""
+    shape = (1, 1, n, d) if device == "cpu" else (2, 3, max(n, 1000), d)
+    return family(name, shape, device=device, **how)
+
+
+def run(q, k, v, do, policy, tile=None, causal=True, scale=None, seed=0):
+    """Everything that forward and backward return; o is as the policy stores it."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, o, o_fp32, lse, ties = kernels.forward(
+        q, k, v, policy, causal, scale, tile, seed, stored=True, shadow=True, ties=True
+    )
+    assert torch.equal(out.nan_to_num(7), o.to(q.dtype).nan_to_num(7))
+    names = ("dq", "dk", "dv", "delta", "delta_o", "delta_ref", "sums")
+    grads = kernels.backward(
+        do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile, seed, probe=True
+    )
+    named = dict(zip(names, grads, strict=True))
+    return SimpleNamespace(o=o, o_fp32=o_fp32, lse=lse, ties=ties, **named)
+
+
+def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=0):
+    """What of `got` does not agree with the emulation of this policy, in words."""
+    q, k, v, do = inputs
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    t = emulate(q, k, v, policy, tile, do, causal, scale, seed)
+    exact = oracle(q, k, v, causal, scale, do=do)
+    noise, flipped = (bounds(t, *inputs, policy, tile, scale, flips) for flips in (False, True))
+    wrong = []
+    for name in NAMES:
+        wanted = getattr(t, name).double()
+        distance = (getattr(got, name).double() - wanted).abs()
+        if not (distance <= flipped[name]).all():
+            wrong.append(f"{name}: {(distance / flipped[name]).max():.3g} of its bound")
+        share = (distance > noise[name]).double().mean()
+        if share > SHARE:
+            wrong.append(f"{name}: {share:.3f} of the elements beyond FP32 noise")
+        truth = getattr(exact, {"o_fp32": "o"}.get(name, name), None)
+        if truth is None:
+            continue
+        error, of_emulate = ((x - truth).norm() for x in (getattr(got, name).double(), wanted))
+        if not error <= 2 * of_emulate + noise[name].norm():
+            wrong.append(f"{name}: {error / of_emulate:.3g} times the error of emulate")
+    if (share := (got.ties != t.ties).double().mean()) > SHARE:
+        wrong.append(f"ties: {share:.3f} of the rows")
+    return wrong
+
+
+def sum_noise(n):
+    """Relative to the sum of magnitudes, how far two FP32 sums of n terms in different orders may
+    lie: four standard deviations for each (Higham & Mary 2019, with lambda = 4)."""
+    return 8 * math.sqrt(n) * U
+
+
+def step(fmt, x):
+    """An ulp of fmt at x >= 0, or a little more: how far apart two roundings of x may lie."""
+    return 2.0**-fmt.significand_bits * x + fmt.min_subnormal
+
+
+def flip(policy, field, x):
+    """How far apart the roundings of two numbers of size x may lie beyond the numbers themselves.
+    Stochastic rounding goes up or down by an ulp."""
+    site = getattr(policy, field)
+    if site.is_fp32:
+        return 0.0
+    return (2 if site.rounding == "stochastic" else 1) * step(site.fmt, x)
+
+
+def bounds(t, q, k, v, do, policy, tile, scale, flips):
+    """{name: elementwise bound of |kernel - emulate|} for NAMES, from the trace t of `emulate`."""
+    dtype = Format.parse(str(q.dtype).removeprefix("torch."))
+    q, k, v, do = (x.double().abs() for x in (q, k, v, do))
+    t = SimpleNamespace(**{name: x.double() for name, x in vars(t).items()})
+
+    def moved(field, x):
+        return flip(policy, field, x) if flips else 0.0
+
+    seen = t.s.isfinite()
+    s = torch.where(seen, t.s, 0.0).abs()
+    of_s = sum_noise(q.shape[3]) * scale * (q @ k.mT) + 2 * U * s
+    roundings = 1 if math.frexp(scale)[0] == 0.5 else 2  # a power of two keeps a rounded number
+    of_s = of_s + roundings * moved("s", s + of_s)
+    of = forward_bounds(t, v, policy, tile, s, of_s, moved)
+
+    def row_sum(o, of_o, field=None):
+        product = do * o.abs()
+        of_product = do * of_o + 2 * U * product
+        if field:
+            of_product = of_product + moved(field, product + of_product)
+        return of_product.sum(-1) + sum_noise(q.shape[3]) * product.sum(-1)
+
+    p = torch.where(seen, (t.s - t.lse[..., None]).exp(), 0.0)
+    argument = of_s + of["lse"][..., None] + 4 * U * (s + t.lse.abs()[..., None] + 1)
+    of_p = p * torch.expm1(argument)
+    of_dp = sum_noise(q.shape[3]) * (do @ v.mT)
+    of_dp = of_dp + moved("dp", t.dp.abs() + of_dp)
+    of["delta_o"] = row_sum(t.o, of["o"], "dodo")
+    of["delta_ref"] = row_sum(t.o_fp32, of["o_fp32"])
+    residual = (t.o_fp32 - t.o).abs() + of["o"] + of["o_fp32"]
+    of["delta"] = delta = {
+        "o": of["delta_o"],
+        "o_fp32": row_sum(t.o_fp32, of["o_fp32"], "dodo"),
+        "o_split": row_sum(t.o_fp32, of["o_fp32"] + flips * 2.0**-7 * residual, "dodo"),
+        "dp": (of_p * (t.dp.abs() + of_dp) + p * of_dp).sum(-1)
+        + sum_noise(q.shape[2]) * (p * t.dp.abs()).sum(-1),
+    }[policy.delta_from]
+    gap = (t.dp - t.delta[..., None]).abs()
+    of_gap = of_dp + delta[..., None] + 4 * U * (t.dp.abs() + t.delta[..., None].abs())
+    of_ds = of_p * gap + (p + of_p) * of_gap + 2 * U * p * gap
+    of_ds = of_ds + moved("ds", t.ds.abs() + of_ds)
+    of_p = of_p + moved("p_bwd", p + of_p)
+
+    def product(field, left, of_left, right, result, factor):
+        size = left.abs() @ right
+        of_acc = of_left @ right + sum_noise(q.shape[2]) * size
+        of_acc = of_acc + 2 * t.alpha.shape[-1] * moved(field, size + of_acc)
+        bound = factor * of_acc
+        return bound + (step(dtype, result.abs() + bound) if flips else 0.0)
+
+    of["dq"] = product("dq_acc", t.ds, of_ds, k, t.dq, scale)
+    of["dk"] = product("dkdv_acc", t.ds.mT, of_ds.mT, q, t.dk, scale)
+    of["dv"] = product("dkdv_acc", t.p_bwd.mT, of_p.mT, do, t.dv, 1.0)
+    return of
+
+
+def forward_bounds(t, v, policy, tile, s, of_s, moved):
+    """Bounds of o, o_fp32 and lse. A shift common to a row cancels in all three, whatever it is;
+    it only has the roundings of p, l and o_acc drawn again, which a flip of each covers."""
+    n, blocks = s.shape[-1], t.alpha.shape[-1]
+    following = torch.cat([t.alpha[..., 1:], torch.ones_like(t.alpha[..., :1])], -1)
+    following = following.flip(-1).cumprod(-1).flip(-1).repeat_interleave(tile or n, -1)[..., :n]
+    weight = t.p_unnorm * following / t.l[..., None]  # of a key in its row
+    size = weight @ v
+    kind = policy.shift
+    largest = s.amax(-1, keepdim=True)
+    largest = largest * (1 + max(kind.beta, kind.gamma) * (kind.kind == "beta")) + kind.amplitude
+
+    argument = of_s + 4 * U * (s + largest + 1)
+    x = torch.where(t.x.isfinite(), t.x, 0.0).abs()
+    of_p = torch.expm1(argument + moved("x", x + argument))  # relative, like all up to `numerator`
+    of_rounding = torch.where(t.p_unnorm > 0, moved("p", t.p_unnorm * (1 + of_p)) / t.p_unnorm, 0.0)
+    shrinking = torch.where(t.alpha > 0, t.alpha, 1.0).log().abs()
+    of_alpha = torch.expm1(4 * U * largest + moved("x", shrinking)).sum(-1, keepdim=True)
+    in_l = of_p + of_rounding if policy.l_from == "p_rounded" else of_p
+    of_l = (weight * in_l).sum(-1, keepdim=True) + of_alpha + sum_noise(n)
+    numerator = (weight * (of_p + of_rounding)) @ v + (of_alpha + sum_noise(n)) * size
+
+    summed = t.p if policy.l_from == "p_rounded" else t.p_unnorm
+    unrounded_l = (summed * following).sum(-1, keepdim=True)
+    o_fp32 = (numerator + of_l * size) * t.l[..., None] / unrounded_l
+    of_l = of_l + blocks * moved("l", 1.0)
+    o = numerator + (of_l + 3 * blocks * moved("o_acc", 1.0) + 4 * U) * size
+    o = o + moved("o", t.o.abs() + o)
+    lse = (of_l + 4 * U * (largest + t.lse.abs()[..., None] + 1))[..., 0]
+    return dict(o=o, o_fp32=o_fp32, lse=lse)
