@@ -8,7 +8,7 @@ from lowprec import UserError
 
 
 def data(argv: list[str]) -> None:
-    """Build a corpus's token shards: data prepare pysource."""
+    """Build a corpus's token shards: data prepare pysource|fineweb|openwebtext|PATH."""
     import tyro
 
     from lowprec.data import build
@@ -18,16 +18,18 @@ def data(argv: list[str]) -> None:
         out: Path | None = None,
         vocab_dir: Path | None = None,
         processes: int | None = None,
+        tokens: int | None = None,
     ):
-        """Build the token shards of a corpus; they are the same bytes wherever they are built.
+        """Build the token shards of a corpus; they do not depend on the number of processes.
 
         Args:
-            corpus: a list in data/corpora, such as pysource.
-            out: the folder to write, by default shards/CORPUS.
+            corpus: pysource, fineweb, openwebtext, or a .txt, .jsonl or .parquet file or folder.
+            out: the folder to write, by default shards/NAME.
             vocab_dir: a folder with GPT-2's encoder.json and vocab.bpe, else they are downloaded.
             processes: how many tokenise side by side, by default one a core.
+            tokens: where to stop, by default 200 million of fineweb and openwebtext, all of a path.
         """
-        build(corpus, out, vocab_dir, processes)
+        build(corpus, out, vocab_dir, processes, tokens)
 
     tyro.extras.subcommand_cli_from_dict(
         {"prepare": prepare}, prog="python -m lowprec data", args=argv

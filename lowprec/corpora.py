@@ -54,11 +54,16 @@ class Corpus:
     files: list[tuple[int, str, bytes]]
 
 
+def known_corpora(folder: Path = CORPORA) -> list[str]:
+    """Return the names of the corpus lists."""
+    return sorted(path.stem for path in folder.glob("*.parquet"))
+
+
 def read_corpus(name: str, folder: Path = CORPORA) -> Corpus:
     """Read a corpus list; raises UserError if it is unknown, damaged or disagrees with itself."""
     facts_path, files_path = folder / f"{name}.json", folder / f"{name}.parquet"
     if not facts_path.is_file() or not files_path.is_file():
-        known = ", ".join(sorted(p.stem for p in folder.glob("*.parquet"))) or "none"
+        known = ", ".join(known_corpora(folder)) or "none"
         raise UserError(f"there is no corpus {name!r} in {folder}; known here: {known}.")
     try:
         facts = json.loads(facts_path.read_text(encoding="utf-8"))

@@ -1,93 +1,31 @@
 """Corpora to token shards to batches.
 
-`build` turns a corpus list (`lowprec.corpora`) into GPT-2 tokens, kept as safetensors shards. The
-list carries the sha256 of the whole token stream, so two machines that built a corpus hold the same
-tokens. `batch` draws seeded random windows; it is a pure function of (seed, step, row), so that a
-resumed run, and every rank of a parallel one, sees the same data.
+`build` turns a corpus list (`lowprec.corpora`) or other text (`lowprec.text`) into GPT-2 tokens,
+kept as safetensors shards. A list carries the sha256 of the whole token stream, so two machines
+that built a corpus hold the same tokens. `batch` draws seeded random windows; it is a pure function
+of (seed, step, row), so that a resumed run, and every rank of a parallel one, sees the same data.
 """
 
 import hashlib
-import os
+import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import Pool
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
-from tqdm import tqdm
+from safetensors.numpy import save
 
 from . import UserError
-from .corpora import CORPORA, Corpus, Download, collect, pip_download, read_corpus
+from .corpora import CORPORA, Corpus, Download, collect, known_corpora, pip_download, read_corpus
+from .text import HUB, TOKEN, VOCABULARY, Source, documents, encode, gpt2_encoding, local_source
 
 SMOKE = CORPORA / "smoke.safetensors"
-VOCABULARY = "gpt2"
 SHARD_FORMAT = "lowprec-tokens-1"
 SHARD_TOKENS = 1 << 26
-TOKEN = np.dtype("<u2")
-
-# As OpenAI published them; tiktoken checks its own download for the same.
-GPT2_FILES = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
-
-
-def gpt2_encoding(vocab_dir: Path | str | None = None):
-    """Return GPT-2's byte-pair encoding as a `tiktoken.Encoding` of 50,257 tokens.
-
-    `vocab_dir`, or else the environment variable LOWPREC_GPT2_VOCAB, names a folder with OpenAI's
-    `encoder.json` and `vocab.bpe`; without either, tiktoken downloads them.
-    """
-    import tiktoken  # here, because training from shards needs no tokenizer
-
-    folder = vocab_dir or os.environ.get("LOWPREC_GPT2_VOCAB")
-    if not folder:
-        try:
-            return tiktoken.get_encoding(VOCABULARY)
-        except OSError as error:
-            raise UserError(
-                "GPT-2's vocabulary could not be downloaded; set LOWPREC_GPT2_VOCAB to a folder "
-                "with encoder.json and vocab.bpe."
-            ) from error
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    paths = [Path(folder) / name for name in GPT2_FILES]
-    for path, digest in zip(paths, GPT2_FILES.values(), strict=True):
-        if not path.is_file():
-            raise UserError(f"there is no {path}; name a folder with GPT-2's vocabulary.")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise UserError(f"{path} is not the file OpenAI published; fetch it again.")
-    # The hashes go along because tiktoken caches even local files, by path.
-    ranks = data_gym_to_mergeable_bpe_ranks(*map(str, paths), *GPT2_FILES.values())
-    return tiktoken.Encoding(
-        VOCABULARY,
-        pat_str=r50k_pat_str,
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": 50256},
-        explicit_n_vocab=50257,
-    )
-
-
-def _start_worker(encoding) -> None:
-    global _encoding
-    _encoding = encoding
-
-
-def _encode(content: bytes) -> np.ndarray:
-    tokens = _encoding.encode_ordinary(content.decode("utf-8"))
-    return np.array([*tokens, _encoding.eot_token], dtype=TOKEN)
-
-
-def tokenize(texts: list[bytes], encoding, processes: int | None = None) -> np.ndarray:
-    """Encode UTF-8 texts in order, each followed by end-of-text; returns uint16 tokens (n,)."""
-    with Pool(processes, _start_worker, (encoding,)) as pool:
-        documents = pool.imap(_encode, texts, chunksize=16)
-        documents = tqdm(documents, "tokenizing", len(texts), unit="file", disable=None)
-        return np.concatenate([np.empty(0, TOKEN), *documents])
 
 
 def sha256(tokens: np.ndarray) -> str:
@@ -97,13 +35,15 @@ def sha256(tokens: np.ndarray) -> str:
 
 def write_shards(
     tokens: np.ndarray, out: Path, corpus: str, vocabulary: str, shard_tokens: int = SHARD_TOKENS
-) -> None:
-    """Write tokens as `out/000.safetensors`, ...; the folder appears complete or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+) -> str:
+    """Write tokens as `out/000.safetensors`, ...; the folder appears complete or not at all.
+
+    Returns the sha256 of the whole stream.
+    """
     count = max(1, -(-len(tokens) // shard_tokens))
     stream = sha256(tokens)
-    with tempfile.TemporaryDirectory(dir=out.parent) as unfinished:
-        folder = Path(unfinished) / "shards"
+    with _unfinished(out) as unfinished:
+        folder = unfinished / "shards"
         folder.mkdir()
         for index in range(count):
             part = tokens[index * shard_tokens : (index + 1) * shard_tokens]
@@ -117,8 +57,27 @@ def write_shards(
                 "sha256": sha256(part),
                 "corpus_sha256": stream,
             }
-            save_file({"tokens": part}, folder / f"{index:03d}.safetensors", header)
+            with (folder / f"{index:03d}.safetensors").open("wb") as file:
+                file.writelines(_safetensors(part, header))
         folder.rename(out)
+    return stream
+
+
+def _safetensors(tokens: np.ndarray, header: dict[str, str]) -> tuple[bytes, bytes, memoryview]:
+    """Return a shard's bytes with the header's fields sorted: the library shuffles them."""
+    content = save({"tokens": tokens}, header)
+    end = 8 + int.from_bytes(content[:8], "little")
+    fields = json.loads(content[8:end])
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return content[:8], text.ljust(end - 8), memoryview(content)[end:]
+
+
+@contextmanager
+def _unfinished(out: Path) -> Iterator[Path]:
+    """Make a hidden folder beside `out` that is gone afterwards."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(".part", f".{out.name}.", out.parent) as folder:
+        yield Path(folder)
 
 
 def build(
@@ -126,19 +85,82 @@ def build(
     out: Path | None = None,
     vocab_dir: Path | None = None,
     processes: int | None = None,
+    tokens: int | None = None,
 ) -> None:
-    """Build a corpus's token shards; a folder that already holds them is left alone.
+    """Build the token shards of a corpus.
 
-    Raises UserError naming the first package, file or hash that is not as the corpus list says.
+    Of a corpus list, shards that are there already are left alone. Other text is never written
+    into a folder that holds something. Raises UserError naming what is not as it should be.
 
     Args:
-        corpus: a list in data/corpora.
-        out: the folder for the shards, by default shards/CORPUS.
+        corpus: a list in data/corpora, or a name or path that `find_source` knows.
+        out: the folder for the shards, by default shards/NAME.
         vocab_dir: a folder with GPT-2's encoder.json and vocab.bpe, see `gpt2_encoding`.
         processes: tokenizing processes, by default one a core.
+        tokens: where to stop, by default at 200 million for fineweb and openwebtext and at the end
+            for a path; a list is always built whole.
     """
-    out = Path(out or f"shards/{corpus}")
-    build_corpus(read_corpus(corpus), out, lambda: gpt2_encoding(vocab_dir), processes)
+    for option, value in {"--processes": processes, "--tokens": tokens}.items():
+        if value is not None and value < 1:
+            raise UserError(f"{option} is {value}; give 1 or more.")
+    load_encoding = partial(gpt2_encoding, vocab_dir)
+    if corpus not in known_corpora():
+        source = find_source(corpus)
+        out = Path(out or f"shards/{source.name}")
+        build_text(source, out, load_encoding, processes, tokens)
+    elif tokens is not None:
+        raise UserError(f"{corpus} is a fixed list; leave --tokens away.")
+    else:
+        out = Path(out or f"shards/{corpus}")
+        build_corpus(read_corpus(corpus), out, load_encoding, processes)
+
+
+def find_source(name: str | Path) -> Source:
+    """Return the source on the hub, or the file or folder, of that name."""
+    if name in HUB:
+        return HUB[name]
+    taken = [*known_corpora(), *HUB]
+    if not Path(name).exists():
+        raise UserError(
+            f"there is no corpus and no path {str(name)!r}; take {', '.join(taken)} or a path."
+        )
+    source = local_source(Path(name))
+    if source.name in taken:
+        raise UserError(f"{source.name} is the name of another corpus; rename {name}.")
+    return source
+
+
+def build_text(
+    source: Source,
+    out: Path,
+    load_encoding: Callable[[], object],
+    processes: int | None = None,
+    tokens: int | None = None,
+) -> None:
+    """`build` for documents: encode them until there are `tokens`, then write the shards.
+
+    The stream is kept on disk until then, because each shard's header names the whole.
+    """
+    if _occupied(out):
+        raise UserError(f"{out} exists and is never overwritten; give another --out.")
+    limit = tokens or source.tokens
+    encoding = load_encoding()
+    with _unfinished(out) as folder:
+        count = 0
+        with (folder / "tokens").open("wb") as file:
+            for part in encode(documents(source), encoding, processes, limit):
+                part = part[: limit and limit - count]
+                file.write(part)
+                count += len(part)
+                if count == limit:
+                    break
+        if not count:
+            raise UserError(f"{source.name} has no text; name a source with some.")
+        stream = np.memmap(folder / "tokens", TOKEN, "r")
+        digest = write_shards(stream, out, source.name, encoding.name)
+    print(f"{out}: {count:,} tokens of {source.name}, sha256 {digest[:12]}…")
+    if limit and count < limit:
+        print(f"{source.name} has no more than that; {limit:,} were asked for")
 
 
 def build_corpus(
@@ -149,7 +171,7 @@ def build_corpus(
     download: Download = pip_download,
 ) -> None:
     """`build`, with the tokenizer and the download as arguments."""
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    if _occupied(out):
         if not _holds(out, corpus):
             raise UserError(f"{out} exists and does not hold {corpus.name}; give another --out.")
         print(f"{out} already holds {corpus.name}")
@@ -160,7 +182,9 @@ def build_corpus(
             f"corpus {corpus.name} is made with the vocabulary {corpus.vocabulary}, "
             f"not {encoding.name}; pass that one."
         )
-    tokens = tokenize(collect(corpus, download), encoding, processes)
+    texts = (content.decode("utf-8") for content in collect(corpus, download))
+    parts = encode(texts, encoding, processes, corpus.tokens)
+    tokens = np.concatenate([np.empty(0, TOKEN), *parts])
     if (len(tokens), sha256(tokens)) != (corpus.tokens, corpus.sha256):
         raise UserError(
             f"{corpus.name} came out as {len(tokens)} tokens with another sha256 than its list "
@@ -168,6 +192,10 @@ def build_corpus(
         )
     write_shards(tokens, out, corpus.name, corpus.vocabulary)
     print(f"{out}: {len(tokens):,} tokens of {corpus.name}, sha256 {corpus.sha256[:12]}…")
+
+
+def _occupied(out: Path) -> bool:
+    return out.is_file() or (out.is_dir() and any(out.iterdir()))
 
 
 def _holds(out: Path, corpus: Corpus) -> bool:

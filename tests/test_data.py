@@ -190,13 +190,6 @@ def test_built_shards_are_left_alone_and_others_are_not_overwritten(tmp_path, co
         build(corpus, tmp_path / "full", download)
 
 
-def test_document_order_does_not_depend_on_processes():
-    texts = [bytes([65 + i % 26]) * (i % 7) for i in range(100)]
-    one, two = (data.tokenize(texts, Bytes(), processes) for processes in (1, 2))
-    assert np.array_equal(one, two)
-    assert np.count_nonzero(one == 256) == 100
-
-
 # The vocabulary
 
 
