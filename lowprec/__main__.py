@@ -1,6 +1,7 @@
 """The command line: python -m lowprec COMMAND. Each command loads only what it needs."""
 
 import difflib
+import os
 import sys
 from pathlib import Path
 
@@ -45,16 +46,18 @@ def train(argv: list[str]) -> None:
 
     presets = tyro.extras.subcommand_type_from_defaults(PRESETS)
 
-    def command(config: presets, out: Path, arm: str = ""):
+    def command(config: presets, out: Path, arm: str = "", resume: bool = False):
         """Train one model into a new run folder.
 
         Args:
             config: the preset to start from.
             out: the run folder to write; it must not exist.
             arm: the run's arm in its campaign, by default the policy.
+            resume: go on from the last checkpoint if the run was interrupted.
         """
-        done = run(config, out, arm)
-        print(f"{out}: {done.info['ended']} after {done.info['steps']} steps")
+        done = run(config, out, arm, resume)
+        if os.environ.get("RANK", "0") == "0":
+            print(done.summary())
 
     prefixes = (
         tyro.conf.OmitArgPrefixes,
@@ -65,27 +68,47 @@ def train(argv: list[str]) -> None:
 
 
 def campaign(argv: list[str]) -> None:
-    """Run what is missing of a campaign, one run a GPU."""
+    """Run what is missing of a campaign, one run a GPU or a Slurm job."""
+    import signal
+    from typing import Literal
+
     import tyro
 
-    from lowprec.campaign import run_campaign
+    from lowprec.campaign import Slurm, run_campaign
 
-    def command(path: tyro.conf.Positional[Path], gpus: int | None = None, out: Path | None = None):
-        """Run what is missing of a campaign, one run a GPU.
+    def command(
+        path: tyro.conf.Positional[Path],
+        gpus: int | None = None,
+        out: Path | None = None,
+        cluster: Literal["local", "slurm"] = "local",
+        slurm: Slurm = Slurm(),  # noqa: B008
+    ):
+        """Run what is missing of a campaign, one run a GPU or a Slurm job.
 
         Args:
             path: the campaign's YAML file.
             gpus: runs side by side, by default as many as there are GPUs.
             out: folder for the runs instead of the file's own.
+            cluster: this machine, or the Slurm cluster that sbatch reaches.
         """
-        results = run_campaign(path, gpus, out)
+        if cluster == "local" and slurm != Slurm():
+            raise UserError("these options are for a cluster; add --cluster slurm")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the runs
+        results = run_campaign(path, gpus, out, slurm if cluster == "slurm" else None)
         for name, result in results.items():
             print(f"{name}: {result}")
         failed = [name for name, result in results.items() if result.startswith("failed")]
         if failed:
             raise UserError(f"{len(failed)} of {len(results)} runs failed: {', '.join(failed)}")
 
-    tyro.cli(command, prog="python -m lowprec campaign", args=argv)
+    try:
+        tyro.cli(
+            command, prog="python -m lowprec campaign", args=argv,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        print("lowprec: stopped; the same command goes on from checkpoints", file=sys.stderr)
+        sys.exit(130)
 
 
 def verify(argv: list[str]) -> None:

@@ -6,6 +6,8 @@ compile everything around attention but cannot move, fuse or remove a rounding i
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from lowprec import UserError
@@ -45,6 +47,48 @@ def attention(
             q, k, v, is_causal=causal, scale=scale
         )
     return _attention(q, k, v, probe, policy, causal, scale, tile or 0, impl, seed)[0]
+
+
+@torch.no_grad()
+def trace(
+    q, k, v, do, policy=FA2, causal=True, scale=None, tile=None, impl="auto", seed=0
+) -> SimpleNamespace:
+    """What the operator and its backward compute, by the names of `lowprec.reference.Trace`.
+
+    q, k, v, do: (B, H, T, D); do=None leaves out the backward; the rest as in `attention`.
+    Every implementation gives o (as the policy stores it) and o_fp32 (B, H, T, D); lse and ties
+    (B, H, T); with `do` also delta (the one used), delta_o, delta_ref (B, H, T) and dq, dk, dv.
+    FP32, but gradients as q; float64 from "oracle". "emulate" and "oracle" give more.
+    """
+    scale = check_inputs(q, k, v, causal, scale)
+    policy, impl = _plan(str(policy), tile, impl, q.device.type, None, q.shape[1])
+    if impl == "sdpa":
+        raise UserError("impl='sdpa' shows no intermediates; use 'triton' or 'emulate'")
+    p = PrecisionPolicy.parse(policy)
+    do = None if do is None else do.to(q.dtype)
+    if impl != "triton":
+        return _eager(q, k, v, do, p, causal, scale, tile, impl, seed)
+    names = ("o", "o_fp32", "lse", "ties")
+    _, *out = _triton().forward(
+        q, k, v, p, causal, scale, tile, seed, stored=True, shadow=True, ties=True
+    )
+    t = SimpleNamespace(**dict(zip(names, out, strict=True)))
+    if do is not None:
+        out = _triton().backward(do, q, k, v, *out, p, causal, scale, tile, seed, probe=True)
+        names = ("dq", "dk", "dv", "delta", "delta_o", "delta_ref")
+        vars(t).update(zip(names, out, strict=False))
+    return t
+
+
+def _eager(q, k, v, do, policy, causal, scale, tile, impl, seed):
+    """The trace of "oracle" or "emulate"; the oracle's output is exact, so is every delta."""
+    if impl == "emulate":
+        return emulate(q, k, v, policy, tile, do, causal, scale, seed)
+    t = oracle(q, k, v, causal, scale, do=do)
+    t.o_fp32, t.ties = t.o, (t.s == t.m[..., None]).sum(-1)
+    if do is not None:
+        t.delta_o = t.delta_ref = t.delta
+    return t
 
 
 @torch.compiler.assume_constant_result
@@ -106,10 +150,7 @@ def _attention(
             ties=probe is not None,
         )  # fmt: skip
         return tuple(none.clone() if x is None else x for x in out)
-    if impl == "oracle":
-        t = oracle(q, k, v, causal, scale)
-    else:
-        t = emulate(q, k, v, p, tile or None, None, causal, scale, seed)
+    t = _eager(q, k, v, None, p, causal, scale, tile or None, impl, seed)
     # the backward of these two recomputes the forward, so nothing else is kept
     return t.o.to(q.dtype).contiguous(), none, none.clone(), none.clone(), none.clone()
 
@@ -143,12 +184,7 @@ def _attention_backward(
             do, q, k, v, o, o_fp32, lse, ties, p, causal, scale, tile or None, seed, want_probe
         )
         return dq, dk, dv, sums if want_probe else q.new_empty(0)
-    if impl == "oracle":
-        t = oracle(q, k, v, causal, scale, do=do)
-        t.delta_o = t.delta_ref = t.delta
-        t.ties = (t.s == t.m[..., None]).sum(-1)
-    else:
-        t = emulate(q, k, v, p, tile or None, do, causal, scale, seed)
+    t = _eager(q, k, v, do, p, causal, scale, tile or None, impl, seed)
     dq, dk, dv = (g.to(q.dtype).contiguous() for g in (t.dq, t.dk, t.dv))
     if not want_probe:
         return dq, dk, dv, q.new_empty(0)

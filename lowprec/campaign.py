@@ -1,4 +1,4 @@
-"""Campaigns: arms x seeds from one YAML file, predictions included, one run a GPU.
+"""Campaigns: arms x seeds from one YAML file, predictions included, one run a GPU or Slurm job.
 
     question: Does ...?
     predictions: [what is expected, and what would refute it]
@@ -8,25 +8,30 @@
       low: {policy: LOW, seeds: [0, 1, 2]}
 
 Each run is its own process and lands in the folder of the YAML as ARM-seedN; runs that are there
-already are not started again, and one that fails does not stop the others.
+already are not started again, and one that fails does not stop the others. While they run, a table
+shows what their logs and unfinished folders say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import fcntl
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 
 import yaml
 
 from lowprec import UserError
+from lowprec.progress import Table, table_row, tail
 from lowprec.runs import at_root
 
 KEYS = ("question", "predictions", "preset", "train", "arms")
@@ -40,97 +45,314 @@ class Job:
     config: object
     out: Path
 
+    @property
+    def name(self) -> str:
+        return self.out.name
+
+    @property
+    def part(self) -> Path:
+        """The run's folder until it has ended."""
+        return self.out.with_name(f".{self.name}.part")
+
+    @property
+    def logs(self) -> Path:
+        return self.out.parent / ".logs"
+
+    def spec(self) -> str:
+        return json.dumps(
+            dict(config=dataclasses.asdict(self.config), out=str(self.out.absolute()), arm=self.arm)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Slurm:
+    """What one run asks of a Slurm cluster."""
+
+    partition: str | None = None
+    """partition of the cluster, its default if None"""
+    minutes: int = 240
+    """time limit of a run"""
+    gpus_per_node: int = 1
+    """1, or 0 to run on the CPU"""
+    cpus: int = 8
+    """CPU cores of a run"""
+    memory: float = 64.0
+    """GB of memory of a run"""
+
+    def __post_init__(self):
+        if self.gpus_per_node not in (0, 1):
+            raise UserError(f"gpus_per_node={self.gpus_per_node}: a run takes 1 GPU, or 0 (a CPU)")
+
 
 def load_campaign(path: str | Path, **overrides) -> list[Job]:
     """The jobs of a campaign file in seed order; `overrides` win over the file's `train`."""
     from lowprec.train import PRESETS, TrainConfig
 
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"there is no campaign file {path}")
+    spec = _read(path)
+    if spec.get("preset") not in list(PRESETS):
+        raise UserError(f"{path.name}: preset must be one of {', '.join(PRESETS)}")
+    types = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
+    jobs = []
+    for arm, changes in spec["arms"].items():
+        where = f"{path.name}: arm {arm}"
+        if not re.fullmatch(r"\w[\w.+-]*", str(arm)):
+            raise UserError(f"{where} names folders; take letters, digits and . + -")
+        changes = dict(changes)
+        seeds = changes.pop("seeds", None)
+        if not seeds or not isinstance(seeds, list) or len(set(map(str, seeds))) < len(seeds):
+            raise UserError(f"{where} has no seeds, or one twice; write seeds: [0, 1, 2]")
+        values = {**(spec.get("train") or {}), **changes, **overrides}
+        for name, value in [*values.items(), *(("seed", seed) for seed in seeds)]:
+            _check(where, types, name, value)
+        for seed in seeds:
+            config = dataclasses.replace(PRESETS[spec["preset"]], **(values | {"seed": seed}))
+            jobs.append(Job(str(arm), config, path.parent / f"{arm}-seed{seed}"))
+    return sorted(jobs, key=lambda job: job.config.seed)
+
+
+def _read(path: Path) -> dict:
+    """What a campaign file says, with all that a campaign needs."""
     try:
         spec = yaml.safe_load(path.read_text())
+    except OSError:
+        raise UserError(f"there is no campaign file {path}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path.name} is not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(spec, dict) or set(spec) - set(KEYS) or not spec.get("arms"):
         raise UserError(f"{path.name} must have the keys {', '.join(KEYS)} and at least one arm")
     if not spec.get("predictions"):
         raise UserError(f"{path.name} has no predictions; write them before the runs")
-    if spec.get("preset") not in PRESETS:
-        raise UserError(f"{path.name}: preset must be one of {', '.join(PRESETS)}")
-    fields = [f.name for f in dataclasses.fields(TrainConfig)]
-    jobs = []
-    for arm, changes in spec["arms"].items():
-        changes = dict(changes)
-        seeds = changes.pop("seeds", None)
-        if not seeds:
-            raise UserError(f"{path.name}: arm {arm} has no seeds")
-        values = {**(spec.get("train") or {}), **changes, **overrides}
-        for name in values:
-            if name not in fields:
-                close = difflib.get_close_matches(name, fields, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise UserError(f"{path.name}: arm {arm} sets unknown field {name}{hint}")
-        for seed in seeds:
-            config = dataclasses.replace(PRESETS[spec["preset"]], **values, seed=seed)
-            jobs.append(Job(arm, config, path.parent / f"{arm}-seed{seed}"))
-    return sorted(jobs, key=lambda job: job.config.seed)
+    arms = spec["arms"].values() if isinstance(spec["arms"], dict) else [None]
+    if not all(isinstance(settings, dict) for settings in (spec.get("train") or {}, *arms)):
+        raise UserError(f"{path.name}: train and each of the arms must be settings, name: value")
+    return spec
 
 
-def run_campaign(path: str | Path, gpus: int | None = None, out: Path | None = None, **overrides):
-    """Start what is missing, one process a GPU (or one on the CPU); return {run name: how it went}.
+def _check(where: str, types: dict[str, str], name: str, value) -> None:
+    """Raise `UserError` for a field that is not there, or a text where a number should be."""
+    if name not in types:
+        close = difflib.get_close_matches(str(name), types, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"{where} sets unknown field {name}{hint}")
+    if isinstance(value, str) and "str" not in types[name]:
+        raise UserError(f"{where}: {name}={value!r} is a text; write numbers as 2.0e-3")
 
+
+def run_campaign(
+    path: str | Path, gpus: int | None = None, out: Path | None = None, slurm: Slurm | None = None,
+    **overrides,
+) -> dict[str, str]:  # fmt: skip
+    """Start what is missing, one process a GPU or one Slurm job a run; {run name: how it went}.
+
+    gpus: runs side by side; by default as many as there are GPUs, and no limit on a cluster.
     out: folder for the runs instead of the YAML's own; logs go to OUT/.logs.
-    Raises `UserError` before anything starts if the tokens are not there.
+    Raises `UserError` before anything starts if the tokens, the GPUs or Slurm are not there.
+    Interrupted, it stops the runs of this machine; Slurm jobs go on, and the next call finds them.
     """
-    import torch
-
     from lowprec.data import load_tokens
 
     jobs = load_campaign(path, **overrides)
     if out is not None:
         jobs = [dataclasses.replace(job, out=Path(out) / job.out.name) for job in jobs]
     missing = [job for job in jobs if not job.out.exists()]
-    for path in {job.config.data for job in missing}:
-        load_tokens(at_root(path), verify=False)
-    slots = Queue()
-    for index in range(gpus or max(torch.cuda.device_count(), 1)):
-        slots.put(index)
-    result = {job.out.name: "recorded before" for job in jobs}
+    for tokens in {job.config.data for job in missing}:
+        load_tokens(at_root(tokens), verify=False)
+    if gpus is not None and gpus < 1:
+        raise UserError(f"gpus={gpus} must be at least 1")
+    result = {job.name: "recorded before" for job in jobs}
+    if not missing:
+        return result
+    where = Local(missing, gpus) if slurm is None else Cluster(missing, gpus, slurm)
+    return result | _watch(missing, where)
 
-    def work(job):
-        slot = slots.get()
+
+def _watch(jobs: list[Job], where: Local | Cluster) -> dict[str, str]:
+    """Show the table until every run is over; {run name: how it went}."""
+    table = Table(sys.stderr)
+    try:
+        while True:
+            alive = where.look()
+            over = [job for job in jobs if job.name not in alive]
+            states = alive | {job.name: "done" if job.out.exists() else "failed" for job in over}
+            table.show([table_row(job, states[job.name], where.log(job)) for job in jobs])
+            if not alive:
+                return {job.name: outcome(job, where.log(job)) for job in jobs}
+            time.sleep(where.pause)
+    finally:
+        where.stop()
+
+
+class Local:
+    """The runs on this machine, each in a process that sees one GPU (or none)."""
+
+    pause = 0.5
+
+    def __init__(self, jobs: list[Job], side_by_side: int | None):
+        jobs[0].logs.mkdir(parents=True, exist_ok=True)
+        self.waiting, self.running = list(jobs), {}
+        devices = visible_gpus()
+        if devices and side_by_side and side_by_side > len(devices):
+            raise UserError(f"gpus={side_by_side} and there are {len(devices)} GPUs to be seen")
+        self.free = devices[:side_by_side] or [None] * (side_by_side or 1)
+
+    def log(self, job: Job) -> Path:
+        return job.logs / f"{job.name}.txt"
+
+    def look(self) -> dict[str, str]:
+        """Start what there is room for; the state of each run that is not over."""
+        for name, (process, device) in list(self.running.items()):
+            if process.poll() is not None:
+                self.free.append(device)
+                del self.running[name]
+        while self.waiting and self.free:
+            job, device = self.waiting.pop(0), self.free.pop(0)
+            self.running[job.name] = self._start(job, device), device
+        return {j.name: "waiting" for j in self.waiting} | dict.fromkeys(self.running, "running")
+
+    def _start(self, job: Job, device: str | None) -> subprocess.Popen:
+        code = "import sys; from lowprec.campaign import run_one; run_one(sys.argv[1])"
+        seen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+        with open(self.log(job), "w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", code, job.spec()], env=os.environ | seen,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops them
+            )  # fmt: skip
+
+    def stop(self):
+        """Ask what still runs to end; kill what has not ended after a minute."""
+        processes = [process for process, _ in self.running.values()]
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + 60
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return [str(i) for i in range(count)] if named is None else named.split(",")[:count]
+
+
+class Cluster:
+    """The runs as one array of Slurm jobs, sent with submitit and watched with squeue."""
+
+    pause = 5.0
+
+    def __init__(self, jobs: list[Job], side_by_side: int | None, slurm: Slurm):
+        if not all(map(shutil.which, ("sbatch", "srun", "squeue"))):
+            raise UserError("there is no Slurm here (no sbatch, srun, squeue); use cluster=local")
+        self.folder = jobs[0].logs.absolute() / "slurm"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.ids, self.gone = {}, set()
+        queued = self._queue()
+        for job in jobs:  # sent by an earlier call that was interrupted
+            with contextlib.suppress(FileNotFoundError):
+                if (number := self._note(job).read_text()) in queued:
+                    self.ids[job.name] = number
+        if new := [job for job in jobs if job.name not in self.ids]:
+            self._submit(new, side_by_side, slurm)
+        self.states = dict.fromkeys(self.ids, "waiting")
+
+    def _submit(self, jobs: list[Job], side_by_side: int | None, slurm: Slurm):
+        import submitit
+
+        executor = submitit.SlurmExecutor(self.folder)
+        executor.update_parameters(
+            job_name="lowprec", time=slurm.minutes, cpus_per_task=slurm.cpus,
+            mem=f"{slurm.memory * 1024:.0f}MB", array_parallelism=side_by_side or len(jobs),
+            stderr_to_stdout=True,
+            **({"partition": slurm.partition} if slurm.partition else {}),
+            **({"gpus_per_node": slurm.gpus_per_node} if slurm.gpus_per_node else {}),
+        )  # fmt: skip
+        device = "cuda" if slurm.gpus_per_node else "cpu"  # never a CPU where a GPU was asked for
         try:
-            result[job.out.name] = _run_job(job, slot)
-        finally:
-            slots.put(slot)
+            with executor.batch():
+                sent = [executor.submit(run_one, job.spec(), device) for job in jobs]
+        except submitit.core.utils.FailedJobError as error:
+            lines = [line for line in str(error).splitlines() if "error:" in line]
+            raise UserError(f"Slurm refused the jobs: {(lines or [str(error)])[-1]}") from None
+        for job, task in zip(jobs, sent, strict=True):
+            self._note(job).write_text(task.job_id)
+            self.ids[job.name] = task.job_id
 
-    with ThreadPoolExecutor(slots.qsize()) as pool:
-        list(pool.map(work, missing))
-    return result
+    def _note(self, job: Job) -> Path:
+        return job.logs / f"{job.name}.job"
+
+    def log(self, job: Job) -> Path:
+        return self.folder / f"{self.ids[job.name]}_0_log.out"
+
+    def _queue(self) -> dict[str, str]:
+        """{job id: state} of the user's jobs that are not over; raises if squeue fails."""
+        command = ["squeue", "--me", "--array", "--noheader", "--format=%i %T"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"squeue failed: {done.stderr.strip()}")
+        return dict(line.split() for line in done.stdout.splitlines())
+
+    def look(self) -> dict[str, str]:
+        """The state of each run that is not over."""
+        try:
+            queued = self._queue()
+        except UserError:  # the controller is busy or restarts; the jobs go on
+            return self.states
+        # A job is over once it was missing twice: its folder may show late on a shared disk.
+        missing = {name for name, number in self.ids.items() if number not in queued}
+        over, self.gone = missing & self.gone, missing
+        self.states = {
+            name: "waiting" if queued.get(number) == "PENDING" else "running"
+            for name, number in self.ids.items() if name not in over
+        }  # fmt: skip
+        return self.states
+
+    def stop(self):
+        """Nothing: jobs outlive the command that sent them; scancel ends them."""
 
 
-def _run_job(job: Job, gpu: int) -> str:
-    """Run one job in a process that sees one GPU; "done in N s" or "failed, see LOG"."""
-    job.out.parent.mkdir(parents=True, exist_ok=True)
-    logs = job.out.parent / ".logs"
-    logs.mkdir(exist_ok=True)
-    log = logs / f"{job.out.name}.txt"
-    spec = json.dumps(dict(config=dataclasses.asdict(job.config), out=str(job.out), arm=job.arm))
-    code = "import sys; from lowprec.campaign import run_one; run_one(sys.stdin.read())"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
-    start = time.time()
-    with open(log, "w") as file:
-        status = subprocess.run(
-            [sys.executable, "-c", code], input=spec, text=True, env=environment,
-            stdout=file, stderr=subprocess.STDOUT,
-        ).returncode  # fmt: skip
-    return f"done in {time.time() - start:.0f} s" if status == 0 else f"failed, see {log}"
+def run_one(spec: str, device: str = "auto") -> None:
+    """Entry of a job's process: train what the JSON says, from its last checkpoint if it has one.
 
-
-def run_one(spec: str) -> None:
-    """Entry of a job's process: train what the JSON says."""
+    Raises `UserError` if another process runs it, or if an unfinished folder has no checkpoint.
+    """
     from lowprec.train import TrainConfig, train
 
     job = json.loads(spec)
-    train(TrainConfig(**job["config"]), job["out"], arm=job["arm"])
+    if job["config"]["device"] == "auto":
+        job["config"]["device"] = device
+    out = Path(job["out"])
+    with only_process(out.parent / ".logs" / f"{out.name}.lock"):
+        train(TrainConfig(**job["config"]), out, arm=job["arm"], resume=True)
+
+
+@contextlib.contextmanager
+def only_process(lock: Path):
+    """Raise `UserError` if another process is inside with the same file, on any node.
+
+    A run outlives a campaign that was killed, and two runs must not write one folder.
+    """
+    with open(lock, "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{lock.stem} is being run by another process; let it end") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+def outcome(job: Job, log: Path) -> str:
+    """How a run that is over went: "done in N s" or "failed (WHY), see LOG"."""
+    if job.out.exists():
+        return f"done in {json.loads((job.out / 'run.json').read_text())['seconds']:.0f} s"
+    errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)(?:: (.*))?$", tail(log), re.MULTILINE)
+    why = f" ({errors[-1][:300]})" if errors and errors[-1] else ""
+    return f"failed{why}, see {log}"

@@ -31,6 +31,8 @@ PROBES = (
     "delta_bias", "delta_abs", "tied_rows", "rows",
 )  # fmt: skip
 """delta_* and tied_rows are sums over the `rows` query rows since the previous probe."""
+ONSET = ("step", "layer", "head", "delta_bias", "delta_abs", "tied_rows")
+"""The same sums for each step around the onset of an explosion."""
 
 WINDOW, RISE, RETURN, PATIENCE = 50, 0.5, 0.25, 500
 """An explosion: the 50-step mean loss rises 0.5 above its running minimum and does not come back
@@ -91,17 +93,54 @@ class Run:
     def hardware(self) -> str:
         return self.info["hardware"]
 
+    @property
+    def finished(self) -> bool:
+        """False for a run that was killed or goes on: its folder says how far it had come."""
+        return self.info["ended"] not in ("running", "stopped")
+
     @cached_property
     def metrics(self) -> pd.DataFrame:
-        return _read_table(self.path / "metrics.parquet", METRICS)
+        return self._table("metrics", METRICS)
 
     @cached_property
     def probes(self) -> pd.DataFrame:
-        return _read_table(self.path / "probes.parquet", PROBES)
+        return self._table("probes", PROBES)
+
+    @cached_property
+    def onset(self) -> pd.DataFrame:
+        """Probes of each step around the explosion; only runs with a rise have them."""
+        return self._table("onset", ONSET)
+
+    def _table(self, name: str, columns) -> pd.DataFrame:
+        table = _read_table(self.path / f"{name}.parquet", columns)
+        if self.finished:
+            return table
+        return table[table.step < self.info["steps"]]  # run.json is written last
 
     @cached_property
     def explosion(self) -> Explosion | None:
         return find_explosion(self.metrics["loss"])
+
+    def summary(self) -> str:
+        """What happened, on less than a screen."""
+        info, config, e = self.info, self.info["config"], self.explosion
+        mean = window_mean(self.metrics.loss)
+        exploded = "none"
+        if e is not None:
+            sure = "confirmed" if e.confirmed else f"seen for less than {PATIENCE} steps"
+            exploded = f"at step {e.onset:,}, {sure}"
+        norm = self.metrics.grad_norm.tail(WINDOW).median()
+        used = f", {info['mfu']:.0%} of the peak rate" if "mfu" in info else ""
+        return "\n".join((
+            f"{self.path}: {info['ended']} after {info['steps']:,} steps, {info['seconds']:,.0f} s",
+            f"  arm        {info['arm']}, seed {self.seed}: {self.policy}",
+            f"  model      {config['n_layer']} layers, {config['n_head']} heads, "
+            f"{config['n_embd']} wide; {config['batch_size']} x {config['block_size']} tokens/step",
+            f"  loss       {mean[-1]:.4f} over the last {WINDOW} steps, {mean.min():.4f} at best",
+            f"  gradient   norm {norm:.3g} over the last {WINDOW} steps, median",
+            f"  explosion  {exploded}",
+            f"  speed      {info['tokens_per_second']:,} tokens/s{used}",
+        ))  # fmt: skip
 
 
 def _read_table(path: Path, columns) -> pd.DataFrame:
@@ -135,7 +174,7 @@ def load_run(path) -> Run:
         raise UserError(f"{path.name}/run.json is damaged; restore it from git") from None
     run = Run(path, info)
     steps = len(run.metrics)
-    if steps != info.get("steps", steps):
+    if steps != info.get("steps", steps):  # an unfinished run shows no more than run.json says
         raise UserError(
             f"{path.name}/metrics.parquet has {steps} steps where run.json says {info['steps']}; "
             f"restore it from git"
@@ -150,7 +189,7 @@ def load_runs(campaign) -> pd.DataFrame:
     explode, the last step at which it could still have been seen to (censored).
     """
     folder = data_root() / "runs" / campaign if isinstance(campaign, str) else Path(campaign)
-    paths = sorted(p.parent for p in folder.glob("*/run.json"))
+    paths = sorted(p.parent for p in folder.glob("[!.]*/run.json"))  # not unfinished ones
     if not paths:
         raise UserError(f"campaign folder {folder.name!r} holds no run folders")
     rows = []

@@ -1,36 +1,35 @@
-"""The training loop: one process, seeded data order, everything per step into a run folder.
+"""The training loop: seeded data order, one process or several, everything per step into a folder.
 
 Two arms of an experiment differ in `policy` alone: with equal seeds they start from the same
 weights and see the same batches. TF32 is off and deterministic algorithms are on, so a seed run
-twice gives the same numbers. The run folder is written when the run ends, and every
-`FLUSH` steps before that under a name that starts with a dot.
+twice gives the same numbers. `lowprec.recorder` writes what is measured.
+
+Several GPUs: `torchrun --nproc-per-node 8 -m lowprec train ...`; each process takes its rows of
+every batch, and gradients are averaged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import functools
 import math
 import os
-import time
-from dataclasses import dataclass
+import signal
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
 
-import numpy as np
-import pandas as pd
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 from lowprec import UserError, data, runs
-from lowprec.attention import PROBE_COLUMNS, resolve_impl
 from lowprec.model import GPT, GPTConfig
 from lowprec.policy import PrecisionPolicy
-from lowprec.probes import spectral_norms
-
-FLUSH = 500
+from lowprec.recorder import Recorder, Specimens
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ class TrainConfig:
 
     policy: str = "FA2"
     """attention's rounding sites, e.g. LOW or LOW+delta_from=o_fp32"""
+    layers: dict[str, str] = field(default_factory=dict)
+    """policies of single layers or heads, e.g. 1 LOW or 1/0,6,7 LOW or */0 LOW"""
     seed: int = 0
     """seeds the weights and the data order"""
     data: str = "shards/pysource"
@@ -47,22 +48,47 @@ class TrainConfig:
     stop_after_explosion: int | None = 1000
     """steps to go on after the onset of a confirmed explosion; None never stops"""
     batch_size: int = 32
+    """sequences a step, over all processes"""
+    micro_batch: int | None = None
+    """sequences a process has in memory at once; None is its whole share"""
     block_size: int = 1024
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     lr: float = 2e-3
     warmup: int = 1000
-    """steps of linear warm-up; the learning rate is constant after it"""
+    """steps of linear warm-up"""
+    lr_end: float | None = None
+    """where a cosine ends at step lr_steps; None keeps the rate constant after the warm-up"""
+    lr_steps: int = 600_000
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip: float = 1.0
     """largest global gradient norm"""
+    qk_norm: bool = False
+    """RMS norm of queries and keys"""
+    gate: bool = False
+    """a sigmoid gate on the attention output"""
+    logit_softcap: float = 0.0
+    """c of c tanh(logits / c) on the output logits; 0 is off"""
     impl: str = "auto"
     tile: int | None = None
     probe_every: int = 50
+    checkpoint_every: int = 0
+    """steps between checkpoints, from which an unfinished run goes on; 0 is never"""
+    capture_at: tuple[int, ...] = ()
+    """steps before which a layer is captured"""
+    capture_every: int = 0
+    """capture every so many steps, and keep the last capture_keep if the run explodes; 0 is off"""
+    capture_keep: int = 4
+    capture_layer: int | None = None
+    """the layer to capture; None takes the one with the largest error of W_Q's gradient"""
+    capture_heads: tuple[int, ...] = ()
+    """its heads; () takes the one with the largest error"""
+    window: tuple[int, int] | None = None
+    """steps FIRST LAST in which the error of W_Q's gradient is measured at every step"""
     device: str = "auto"
     compile: bool | None = None
     """torch.compile everything but attention; None means on CUDA"""
@@ -71,9 +97,15 @@ class TrainConfig:
 
     def __post_init__(self):
         PrecisionPolicy.parse(self.policy)
-        for name in ("steps", "batch_size", "block_size", "probe_every"):
+        for name in ("steps", "batch_size", "block_size", "probe_every", "lr_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise UserError(f"micro_batch={self.micro_batch} must be at least 1, or None")
+        if self.window is not None and not 0 <= self.window[0] <= self.window[1]:
+            raise UserError(f"window={self.window} must be two steps, the first one first")
+        if self.window is not None and self.checkpoint_every:
+            raise UserError("a window is one uninterrupted run; set checkpoint_every=0")
 
     def model(self) -> GPTConfig:
         names = {f.name for f in dataclasses.fields(GPTConfig)} & set(vars(self))
@@ -82,6 +114,9 @@ class TrainConfig:
 
 PRESETS = {
     "gpt2": TrainConfig(),
+    "gpt2-paper": TrainConfig(
+        batch_size=512, micro_batch=64, lr=1e-3, lr_end=1e-5, warmup=2000, steps=8000
+    ),
     "mini": TrainConfig(n_layer=6, n_head=6, n_embd=384, warmup=500, steps=4000),
     "tiny": TrainConfig(
         n_layer=2, n_head=2, n_embd=64, block_size=64, batch_size=4, steps=100, warmup=20,
@@ -90,20 +125,66 @@ PRESETS = {
 }  # fmt: skip
 
 
-def train(config: TrainConfig, out: str | Path, arm: str = "") -> runs.Run:
-    """Train, record, and return the run. `out` is a new run folder; an existing one is refused."""
+def train(config: TrainConfig, out: str | Path, arm: str = "", resume: bool = False) -> runs.Run:
+    """Train, record, and return the run. `out` is a new run folder; an existing one is refused.
+
+    resume: go on from the checkpoint of an unfinished run of the same configuration, with the
+    numbers it would have had; without an unfinished run, start.
+    SIGTERM and Ctrl-C write what there is, with a checkpoint if the run makes them, and raise
+    `UserError`. Every process of `torchrun` calls this; the first one writes.
+    """
     out = Path(out)
     if out.exists():
         raise UserError(f"run folder {out} exists and is never overwritten; choose another name")
+    with processes(config) as group, deterministic(), stop_signal() as stop:
+        tokens = data.load_tokens(runs.at_root(config.data))
+        recorder = Recorder(config, out, arm, group, tokens, resume)
+        try:
+            model, end = _loop(config, tokens, group, recorder, stop)
+            recorder.finish(end, model, out)
+        finally:
+            recorder.leave_nothing_empty()
+        group.wait()
+    return runs.load_run(out)
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process among those that train together."""
+
+    device: str
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def wait(self):
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def processes(config: TrainConfig):
+    """The group that torchrun made, or this process alone."""
     device = pick_device(config.device)
-    tokens = data.load_tokens(runs.at_root(config.data))
-    recorder = Recorder(config, out, arm, device, tokens)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield Group(device)
+        return
+    rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    data.rank_rows(config.batch_size, rank, size)
+    if config.capture_at or config.capture_every or config.window:
+        raise UserError("captures and windows are made by one process; start without torchrun")
+    if device == "cuda":
+        device = f"cuda:{local}"
+        torch.cuda.set_device(local)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
     try:
-        with deterministic():
-            end = _loop(config, tokens, device, recorder)
+        yield Group(device, rank, size)
     finally:
-        recorder.leave_nothing_empty()
-    return recorder.finish(end)
+        dist.destroy_process_group()
 
 
 def pick_device(device: str) -> str:
@@ -127,142 +208,116 @@ def deterministic():
         torch.use_deterministic_algorithms(before)
 
 
+@contextlib.contextmanager
+def stop_signal():
+    """An event that SIGTERM and Ctrl-C set, so that a run ends between two steps."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    asked = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in asked]
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(asked, before, strict=True):
+            signal.signal(number, handler)
+
+
 def learning_rate(config: TrainConfig, step: int) -> float:
-    return config.lr * min(1.0, (step + 1) / max(config.warmup, 1))
+    """Linear warm-up, then constant or a cosine down to lr_end."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if config.lr_end is None:
+        return config.lr
+    done = min(1.0, (step - config.warmup) / max(config.lr_steps - config.warmup, 1))
+    return config.lr_end + 0.5 * (config.lr - config.lr_end) * (1 + math.cos(math.pi * done))
 
 
-def _loop(config, tokens, device, recorder) -> str:
+def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
+    """Train from where the recorder stands; the model and why the run ended."""
     torch.manual_seed(config.seed)
-    model = GPT(config.model()).to(device)
-    kind = torch.device(device).type
-    on_gpu = kind == "cuda"
-    amp = on_gpu if config.amp is None else config.amp
-    compiled = (
-        torch.compile(model) if (on_gpu if config.compile is None else config.compile) else model
-    )
+    model = GPT(config.model()).to(group.device)
+    on_gpu = torch.device(group.device).type == "cuda"
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-        weight_decay=config.weight_decay, fused=on_gpu,
+        weight_decay=config.weight_decay, fused=True,
     )  # fmt: skip
+    # The fused step leaves the weights alone where found_inf is 1. So the first loss that is not
+    # finite stops all updates at once, without the host having to wait for each loss.
+    broken = optimizer.found_inf = torch.zeros((), device=group.device)
+    recorder.restore(model, optimizer)
+    if on_gpu if config.compile is None else config.compile:
+        model.loss = torch.compile(model.loss)
+    replicas = torch.nn.parallel.DistributedDataParallel(model) if group.size > 1 else model
     probe = None if config.impl == "sdpa" else model.new_probe()
-    stochastic = "stochastic" in config.policy or "dither" in config.policy
-    progress = tqdm(range(config.steps), desc=recorder.name, mininterval=1.0, dynamic_ncols=True)
+    amp = on_gpu if config.amp is None else config.amp
+    seeds = functools.partial(draw_seed, config, group)
+    specimens = Specimens(recorder, model, amp, seeds)
+    progress = tqdm(
+        range(recorder.step, config.steps), desc=recorder.name, initial=recorder.step,
+        total=config.steps, mininterval=1.0, dynamic_ncols=True, disable=group.rank > 0,
+    )  # fmt: skip
     for step in progress:
         lr = learning_rate(config, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        x, y = (
-            t.to(device, non_blocking=True)
-            for t in data.batch(tokens, step, config.seed, config.batch_size, config.block_size)
-        )
-        with torch.autocast(kind, dtype=torch.bfloat16, enabled=amp):
-            loss = compiled(x, y, probe, step if stochastic else 0)
-        loss.backward()
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = lr
+        batches = micro_batches(config, tokens, group, step)
+        specimens.before_step(step, batches)
+        loss = _gradients(replicas, group, batches, probe, amp, functools.partial(seeds, step))
+        specimens.after_gradients(step)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        broken.copy_(torch.maximum(broken, (~loss.isfinite()).float()))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        recorder.metric(step, loss.detach(), norm, lr)
-        if (step + 1) % config.probe_every == 0 or step + 1 == config.steps:
-            recorder.probe(step, model, probe)
-            last = recorder.collect()
-            progress.set_postfix(loss=f"{last:.3f}", refresh=False)
+        recorder.measured(loss, norm, lr, probe)
+        stopping = stop.is_set() and group.size == 1
+        if recorder.step % config.probe_every == 0 or recorder.step == config.steps:
+            recorder.probe(model)
+            progress.set_postfix_str(recorder.line(), refresh=False)
             if (reason := recorder.should_stop()) is not None:
-                return reason
-    return "completed"
+                break
+            # Processes must agree; asking at every step would make them wait for each other.
+            asked = torch.tensor(float(stop.is_set()), device=group.device)
+            stopping = group.size > 1 and bool(group.sum(asked)) or stopping
+        if stopping:
+            recorder.stopped(model, optimizer)
+        if config.checkpoint_every and recorder.step % config.checkpoint_every == 0:
+            recorder.checkpoint(model, optimizer)
+    else:
+        reason = "completed"
+    specimens.finish(reason)
+    return model, reason
 
 
-class Recorder:
-    """Gathers metrics on the device, and writes the run folder."""
-
-    def __init__(self, config, out: Path, arm: str, device: str, tokens):
-        self.config, self.out, self.name = config, out, out.name
-        self.part = out.with_name(f".{out.name}.part")
-        if self.part.exists():
-            raise UserError(
-                f"{self.part} holds an unfinished run; remove it, or choose another name"
-            )
-        recorded = dataclasses.asdict(config) | {"device": device, "data": tokens.name}
-        self.info = dict(
-            name=out.name, arm=arm or PrecisionPolicy.parse(config.policy).slug, config=recorded,
-            impl=resolve_impl(config.impl, device), data_sha256=tokens.sha256,
-            **runs.provenance(device),
-        )  # fmt: skip
-        self.part.mkdir(parents=True)
-        self.pending, self.metrics, self.probes = [], [], []
-        self.rows_since = 0
-        self.started = time.time()
-
-    def metric(self, step, loss, norm, lr):
-        self.pending.append((step, loss, norm, lr))
-        self.rows_since += self.config.batch_size * self.config.block_size
-
-    def collect(self) -> float:
-        """Move pending metrics to the host; return the last loss."""
-        steps, losses, norms, rates = zip(*self.pending, strict=True)
-        values = torch.stack([torch.stack(losses), torch.stack(norms)]).double().cpu().numpy()
-        self.metrics += zip(steps, *values, rates, strict=True)
-        self.pending = []
-        if len(self.metrics) % FLUSH < len(steps):
-            self.flush("running")
-        return self.metrics[-1][1]
-
-    def probe(self, step, model, probe):
-        """Read and clear the sums since the last probe, and measure the weights."""
-        sigma_q, sigma_k = (spectral_norms(model.head_weights(w)).cpu().numpy() for w in "qk")
-        sums = np.full((*sigma_q.shape, len(PROBE_COLUMNS)), np.nan)
-        if probe is not None and probe.grad is not None:
-            sums = probe.grad.double().cpu().numpy()
-            probe.grad = None
-        layer, head = np.indices(sigma_q.shape)
-        columns = (np.full(sigma_q.shape, step), layer, head, sigma_q, sigma_k,
-                   *np.moveaxis(sums, -1, 0), np.full(sigma_q.shape, self.rows_since))  # fmt: skip
-        self.probes.append(np.stack([c.ravel() for c in columns], -1))
-        self.rows_since = 0
-
-    def losses(self) -> np.ndarray:
-        return np.array([row[1] for row in self.metrics])
-
-    def should_stop(self) -> str | None:
-        """Why the run ends now, or None."""
-        losses = self.losses()
-        if not math.isfinite(losses[-1]):
-            return "non-finite"
-        after = self.config.stop_after_explosion
-        if after is None or (e := runs.find_explosion(losses)) is None or not e.confirmed:
-            return None
-        return "explosion" if len(losses) > e.onset + after else None
-
-    def flush(self, ended: str):
-        seconds = time.time() - self.started
-        n_tokens = len(self.metrics) * self.config.batch_size * self.config.block_size
-        self.info |= dict(
-            ended=ended, steps=len(self.metrics), seconds=round(seconds, 1),
-            tokens_per_second=round(n_tokens / seconds),
-        )  # fmt: skip
-        metrics = pd.DataFrame(self.metrics, columns=runs.METRICS)
-        metrics = metrics.astype({"step": "int32", "grad_norm": "float32", "lr": "float32"})
-        probes = pd.DataFrame(np.concatenate(self.probes), columns=runs.PROBES).astype("float32")
-        probes = probes.astype({"step": "int32", "layer": "int16", "head": "int16"})
-        self.part.mkdir(exist_ok=True)
-        for name, table in (("metrics", metrics), ("probes", probes)):
-            write_atomic(self.part / f"{name}.parquet", lambda f, t=table: t.to_parquet(
-                f, index=False, compression="zstd"))  # fmt: skip
-        text = json.dumps(self.info, indent=1) + "\n"
-        write_atomic(self.part / "run.json", lambda f: Path(f).write_text(text))
-
-    def leave_nothing_empty(self):
-        """Drop the unfinished folder if nothing was recorded in it."""
-        with contextlib.suppress(OSError):
-            self.part.rmdir()
-
-    def finish(self, end: str) -> runs.Run:
-        self.flush(end)
-        os.rename(self.part, self.out)
-        return runs.load_run(self.out)
+def micro_batches(config, tokens, group, step):
+    """This process's rows of the batch of a step, as pairs (inputs, targets) on its device."""
+    rows = data.rank_rows(config.batch_size, group.rank, group.size)
+    batch = data.batch(tokens, step, config.seed, config.batch_size, config.block_size, rows)
+    size = config.micro_batch or len(batch[0])
+    x, y = (t.to(group.device, non_blocking=True).split(size) for t in batch)
+    return list(zip(x, y, strict=True))
 
 
-def write_atomic(path: Path, write) -> None:
-    """Call `write(temporary path)`, then move the file to `path`."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, path)
+def draw_seed(config, group, step: int, i: int, count: int) -> int:
+    """Seed of the random roundings of one micro-batch; a constant, which costs torch.compile
+    nothing, where no policy draws."""
+    policies = (config.policy, *config.layers.values())
+    draws = any(word in policy for policy in policies for word in ("stochastic", "dither"))
+    return (step * group.size + group.rank) * count + i if draws else 0
+
+
+def _gradients(model, group, batches, probe, amp, seed) -> torch.Tensor:
+    """Leave the gradient of the mean loss in the parameters; return that loss."""
+    kind = torch.device(group.device).type
+    rows = sum(len(x) for x, _ in batches)
+    total = torch.zeros((), device=group.device)
+    for i, (x, y) in enumerate(batches):
+        last = i + 1 == len(batches)
+        wait = contextlib.nullcontext() if last or group.size == 1 else model.no_sync()
+        with wait:
+            with torch.autocast(kind, dtype=torch.bfloat16, enabled=amp):
+                loss = model(x, y, probe, seed(i, len(batches)))
+            (loss * (len(x) / rows)).backward()
+        total += loss.detach() * (len(x) / rows)
+    return group.sum(total) / group.size

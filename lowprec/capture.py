@@ -1,0 +1,336 @@
+"""Captures: specimens of one attention layer, saved from a run and replayed anywhere.
+
+`observe` runs one batch through the model and keeps what a layer's attention reads and gets back;
+`suspect` names the head and sequence whose W_Q gradient is most wrong; `save` writes them with
+everything that is needed to compute them again. `Capture.load(path).replay()` does that, and says
+whether the output is reproduced; `replay(policy=...)` is the counterfactual: same inputs, other
+roundings.
+
+A file is safetensors with the header key `format` = "lowprec-capture-1". The other keys hold JSON;
+`sha256` is over them and the tensors (`digest`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+
+from lowprec import UserError, agreement, runs
+from lowprec.attention import resolve_impl, trace
+from lowprec.model import GPT, take_heads
+from lowprec.policy import FIELDS, SITES, PrecisionPolicy
+from lowprec.probes import dq_error, query_error
+
+FORMAT = "lowprec-capture-1"
+MAX_BYTES = 3_000_000
+META = (
+    "policy", "tile", "scale", "causal", "seed", "impl", "step", "layer", "heads", "sequences",
+    "call_heads", "model", "hardware", "versions", "commit",
+)  # fmt: skip
+"""Keys that every capture has; call_heads are the heads' places in the call of attention, which
+differ from `heads` where heads of a layer have several policies."""
+
+
+def observe(model, tokens, targets, seed=0, amp=True, layers=None) -> dict[int, SimpleNamespace]:
+    """What the attention of each layer reads and gets back on a batch: {layer: namespace}.
+
+    model: a GPT, or DistributedDataParallel or torch.compile around one. tokens, targets: (B, T)
+    int64, as many sequences as fit into memory beside the model. layers: None for all.
+
+    An extra forward and backward, eager even where `model.loss` is compiled. Weights, their
+    gradients and the optimiser are not touched. A compiled step may differ in the last bits of
+    what enters attention, since Inductor orders FP32 sums its own way.
+
+    A namespace holds x (B, T, C), the normalised input as the matmul with W_QKV reads it; q, k, v,
+    o, do (B, H, T, D); tokens, targets, loss, and how the layer calls attention: groups, tile,
+    impl, seed. `do` is the gradient of this batch's mean loss.
+    """
+    model, seen = _unwrapped(model), {}
+    with contextlib.ExitStack() as stack:
+        for layer in range(len(model.blocks)) if layers is None else layers:
+            seen[layer] = stack.enter_context(_watched(model.blocks[layer]))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=amp))
+        loss = GPT.loss(model, model.token(tokens), targets, None, seed)
+    gradients = torch.autograd.grad(loss, [s.o for s in seen.values()])
+    for s, do in zip(seen.values(), gradients, strict=True):
+        s.do = do
+        for name in ("x", "q", "k", "v", "o"):
+            setattr(s, name, getattr(s, name).detach())
+        s.x = s.x.to(s.v.dtype)
+        s.tokens, s.targets, s.loss = tokens, targets, loss.detach()
+    return seen
+
+
+def _unwrapped(model):
+    for wrapper in ("module", "_orig_mod"):
+        model = getattr(model, wrapper, model)
+    return model
+
+
+@contextlib.contextmanager
+def _watched(block):
+    """Shadow two methods of this block, so that what passes through them is kept."""
+    c, seen = block.config, SimpleNamespace()
+    seen.groups, seen.tile, seen.impl = block.groups, c.tile, c.impl
+    heads, attention = block.heads, block.attention
+
+    def watched_heads(x):
+        seen.x = x
+        return heads(x)
+
+    def watched_attention(q, k, v, probe=None, seed=0):
+        o = attention(q, k, v, probe, seed)
+        vars(seen).update(q=q, k=k, v=v, o=o, seed=seed)
+        return o
+
+    block.heads, block.attention = watched_heads, watched_attention
+    try:
+        yield seen
+    finally:
+        del block.heads, block.attention
+
+
+def query_bias(seen) -> torch.Tensor:
+    """eps = delta_o - delta_ref of one observed layer, (B, H, T) float32; see `lowprec.probes`."""
+    eps = torch.empty(seen.q.shape[:3], device=seen.q.device)
+    for policy, heads in seen.groups:
+        q, k, v, do = (take_heads(x, heads) for x in (seen.q, seen.k, seen.v, seen.do))
+        t = trace(q, k, v, do, policy, tile=seen.tile, impl=_shown(seen.impl), seed=seen.seed)
+        for i, head in enumerate(heads):
+            eps[:, head] = t.delta_o[:, i] - t.delta_ref[:, i]
+    return eps
+
+
+def _shown(impl: str) -> str:
+    """PyTorch's own kernel shows no intermediates; ours under the same policy stands in."""
+    return "auto" if impl == "sdpa" else impl
+
+
+def suspect(observed: dict[int, SimpleNamespace]) -> tuple[int, int, int]:
+    """(layer, head, sequence) with the largest error of a W_Q gradient.
+
+    The layer and head by ||e|| over the batch, then the sequence that has the largest share of its
+    own. A norm that is not a number counts as the largest.
+    """
+    layers, bias = list(observed), [query_bias(s) for s in observed.values()]
+    norms = torch.stack(
+        [
+            query_error(s.q, s.k, s.x, eps, impl=_shown(s.impl)).flatten(1).norm(dim=1)
+            for s, eps in zip(observed.values(), bias, strict=True)
+        ]
+    )
+    index, head = divmod(int(norms.argmax()), norms.shape[1])
+    s, eps, one = observed[layers[index]], bias[index], slice(head, head + 1)
+    rows = dq_error(s.q[:, one], s.k[:, one], eps[:, one], impl=_shown(s.impl))[:, 0]
+    sequence = int((rows.mT @ s.x.float()).flatten(1).norm(dim=1).argmax())
+    return layers[index], head, sequence
+
+
+def save(path, observed, model, layer, heads, sequences, info) -> Path:
+    """Write one capture of `layer`, atomically; an existing file is refused.
+
+    observed: from `observe`, before the weights of `model` change. heads, sequences: which of
+    them, at most `MAX_BYTES` together; the heads must share a policy. info: what else to record,
+    JSON only; "step" is required, and run, data_sha256 and the trainer's config belong in it.
+
+    Tensors: x (S, T, C); tokens, targets (S, T) int32; w_q, w_k, w_v (H', D, C) in the dtype of
+    the matmul; q, k, v, o, do (S, H', T, D), o as the caller of attention got it.
+    """
+    path, seen, heads, sequences = Path(path), observed[layer], list(heads), list(sequences)
+    model = _unwrapped(model)
+    if path.exists():
+        raise UserError(f"capture {path} exists and is never overwritten; choose another name")
+    c, device = model.config, seen.q.device
+    impl = resolve_impl(seen.impl, device)
+    if impl == "sdpa":
+        raise UserError("impl='sdpa' cannot be replayed; capture a run with impl='triton'")
+    groups = [(policy, group) for policy, group in seen.groups if set(heads) <= set(group)]
+    if not heads or not sequences or not groups:
+        raise UserError(f"heads {heads} of layer {layer}: name some that share one policy")
+    policy, group = groups[0]
+    policy = PrecisionPolicy.parse(policy)
+    tensors = {
+        name: getattr(seen, name)[sequences][:, heads] for name in ("q", "k", "v", "o", "do")
+    }
+    tensors |= dict(x=seen.x[sequences])
+    tensors |= {name: getattr(seen, name)[sequences].int() for name in ("tokens", "targets")}
+    head_dim = c.n_embd // c.n_head
+    weights = model.blocks[layer].qkv.weight.detach().view(3, c.n_head, head_dim, c.n_embd)
+    tensors |= {f"w_{n}": w[heads].to(seen.x.dtype) for n, w in zip("qkv", weights, strict=True)}
+    tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
+    meta = runs.provenance(str(device)) | dict(info) | dict(
+        policy={name: str(getattr(policy, name)) for name in FIELDS}, tile=seen.tile,
+        scale=head_dim**-0.5, causal=True, seed=seen.seed, impl=impl, layer=layer, heads=heads,
+        sequences=sequences, call_heads=[group.index(head) for head in heads],
+        model=dataclasses.asdict(c),
+    )  # fmt: skip
+    if missing := [name for name in META if name not in meta]:
+        raise UserError(f"capture {path.name} lacks {', '.join(missing)}; put it into info")
+    header = {name: json.dumps(value, sort_keys=True) for name, value in meta.items()}
+    header |= dict(format=FORMAT, sha256=digest(tensors, header))
+    _write(path, to_bytes(tensors, header))
+    return path
+
+
+def digest(tensors, header) -> str:
+    """sha256 over the header (without `format` and `sha256`) and the tensors, in name order."""
+    result = hashlib.sha256()
+    for name in sorted(set(header) - {"format", "sha256"}):
+        result.update(f"{name}={header[name]}\n".encode())
+    for name, t in sorted(tensors.items()):
+        result.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+        result.update(t.contiguous().view(torch.uint8).numpy())
+    return result.hexdigest()
+
+
+def _write(path: Path, content: bytes):
+    if len(content) > MAX_BYTES:
+        raise UserError(
+            f"capture {path.name} would take {len(content) / 1e6:.1f} MB, more than "
+            f"{MAX_BYTES / 1e6:.0f}; take fewer sequences, then fewer heads"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A specimen: `tensors` as `save` wrote them (on the CPU), and `meta`, the header."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+    meta: dict
+
+    @classmethod
+    def load(cls, path) -> Capture:
+        """Read and check a file; `UserError` where it is missing, damaged or something else."""
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(f"there is no capture {path}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = file.metadata() or {}
+                if header.get("format") != FORMAT:
+                    raise UserError(f"{path} is not a capture of the format {FORMAT}")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged or no capture ({error}); restore it") from None
+        if header.get("sha256") != digest(tensors, header):
+            raise UserError(f"{path} differs from its sha256; restore it from git or record again")
+        meta = {n: json.loads(v) for n, v in header.items() if n not in ("format", "sha256")}
+        if missing := [name for name in META if name not in meta]:
+            raise UserError(f"{path} lacks {', '.join(missing)}; record the capture again")
+        return cls(path, tensors, meta)
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        return PrecisionPolicy(**self.meta["policy"])
+
+    @property
+    def tile(self) -> int | None:
+        return self.meta["tile"]
+
+    @property
+    def scale(self) -> float:
+        return self.meta["scale"]
+
+    @property
+    def step(self) -> int:
+        return self.meta["step"]
+
+    @property
+    def layer(self) -> int:
+        return self.meta["layer"]
+
+    @property
+    def heads(self) -> list[int]:
+        return self.meta["heads"]
+
+    @property
+    def sequences(self) -> list[int]:
+        return self.meta["sequences"]
+
+    def replay(self, policy=None, impl="auto", device=None) -> SimpleNamespace:
+        """Compute the captured attention and its backward again, on the GPU if there is one.
+
+        Returns the trace of `lowprec.attention.trace`, on the CPU, with
+
+        reproduced: whether o is the captured one. With the Triton kernels, on the captured GPU and
+            versions: bitwise. Elsewhere `lowprec.agreement.agrees` decides. None where `policy` is
+            not the captured one (the counterfactual), and for impl="oracle".
+        differs: share of the elements of o that are not bitwise the captured ones
+        max_ulp: the largest difference of o, see `lowprec.agreement.ulp_distance`
+        policy: the one used
+        """
+        captured = self.policy
+        policy = captured if policy is None else PrecisionPolicy.parse(policy)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        impl = resolve_impl(impl, device)
+        t = self._trace(policy, impl, device)
+        wanted, o = self.tensors["o"], t.o.to(self.tensors["o"].dtype)
+        t.policy, t.reproduced = policy, None
+        t.differs = agreement.unequal(o, wanted).double().mean().item()
+        if policy == captured and impl == "emulate":
+            specification = t
+        else:
+            specification = self._trace(captured, "emulate", "cpu")
+        inputs = [self.tensors[name] for name in "qkv"]
+        t.max_ulp = agreement.ulp_distance(o, wanted, specification, inputs[2], captured)
+        if policy == captured and impl == "triton" and self._recorded_here(device):
+            t.reproduced = t.differs == 0
+        elif policy == captured and impl != "oracle":
+            t.reproduced = agreement.agrees(o, wanted, specification, *inputs, captured, self.scale)
+        return t
+
+    def _recorded_here(self, device) -> bool:
+        here, meta = runs.provenance(device), self.meta
+        same = [
+            here["versions"].get(n) == meta["versions"].get(n) for n in ("torch", "triton", "cuda")
+        ]
+        return all(same) and (here["hardware"], "triton") == (meta["hardware"], meta["impl"])
+
+    def _trace(self, policy, impl, device):
+        """The trace, on the CPU. Random bits are keyed by a head's place in its batch, so a policy
+        that draws any is replayed in that place, among zeros."""
+        q, k, v, do = (self.tensors[name].to(device) for name in ("q", "k", "v", "do"))
+        sites = (getattr(policy, site).rounding for site in SITES)
+        places = None
+        if "stochastic" in sites or policy.shift.kind == "dither":
+            indices = (self.meta[name] for name in ("sequences", "call_heads"))
+            places = torch.meshgrid(
+                *(torch.tensor(i, device=device) for i in indices), indexing="ij"
+            )
+            shape = [int(p.max()) + 1 for p in places]
+            q, k, v, do = (x.new_zeros(*shape, *x.shape[2:]).index_put(places, x)
+                           for x in (q, k, v, do))  # fmt: skip
+        how = dict(tile=self.tile, scale=self.scale, impl=impl, seed=self.meta["seed"])
+        t = trace(q, k, v, do, policy, self.meta["causal"], **how)
+        for name, x in vars(t).items():
+            setattr(t, name, (x if places is None else x[places]).cpu())
+        return t
+
+    def query_error(self, t, rows=slice(None)) -> torch.Tensor:
+        """e of each head, (H', D, C) float32, of a trace from `replay`; see `lowprec.probes`.
+
+        rows: the queries that enter the sum, for the part that a tile of rows has in it.
+        """
+        q, k, x = (self.tensors[name] for name in "qkx")
+        eps = torch.zeros_like(t.delta_o)
+        eps[..., rows] = (t.delta_o - t.delta_ref)[..., rows]
+        return query_error(q, k, x, eps, scale=self.scale, policy=t.policy, impl="emulate")

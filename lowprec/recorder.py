@@ -1,0 +1,351 @@
+"""What a training run writes: metrics, probes, checkpoints and captures in one folder.
+
+Measurements gather on the device and come to the host with the probes. Until a run has ended its
+folder is called `.NAME.part`; it is written whole every `FLUSH` steps, run.json last, so that a
+process killed at any moment leaves the run as it was at the last flush.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lowprec import UserError, capture, runs
+from lowprec.attention import PROBE_COLUMNS, resolve_impl
+from lowprec.policy import PrecisionPolicy
+from lowprec.probes import QueryErrorWindow, spectral_norms
+
+FLUSH = 500
+BEFORE, AFTER = 300, 50
+"""Steps around the onset of an explosion whose probes are kept one by one."""
+
+PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0}
+"""Dense BF16 rate in TFLOP/s that the maker states, by a part of the GPU's name."""
+
+
+class Recorder:
+    """Gathers what is measured, and writes the run folder. On ranks above 0 it only gathers."""
+
+    def __init__(self, config, out: Path, arm: str, group, tokens, resume: bool = False):
+        self.config, self.group, self.name = config, group, out.name
+        self.part = out.with_name(f".{out.name}.part")
+        self.resumes = resume and (self.part / "checkpoint.pt").is_file()
+        if self.part.exists() and not self.resumes:
+            mend = "remove it, or choose another name"
+            if resume:
+                mend = "it has no checkpoint to go on from; " + mend
+            raise UserError(f"{self.part} holds an unfinished run; {mend}")
+        group.wait()
+        recorded = dataclasses.asdict(config) | {"device": group.device, "data": tokens.name}
+        self.info = dict(
+            name=out.name, arm=arm or PrecisionPolicy.parse(config.policy).slug,
+            config=json.loads(json.dumps(recorded)), processes=group.size,
+            impl=resolve_impl(config.impl, group.device), data_sha256=tokens.sha256,
+            **runs.provenance(group.device),
+        )  # fmt: skip
+        if group.rank == 0:
+            self.part.mkdir(parents=True, exist_ok=True)
+        self.step = 0  # steps done
+        self.pending, self.metrics, self.probes = [], [], []
+        self.recent = deque(maxlen=max(runs.PATIENCE + BEFORE, 2 * config.probe_every) + 200)
+        self.onset = []
+        self.seconds, self.clock = 0.0, time.time()
+        self.began, self.timed = (0, self.clock), None
+
+    def measured(self, loss, norm, lr, probe):
+        """One step's numbers, still on the device."""
+        sums = None if probe is None or probe.grad is None else probe.grad
+        self.pending.append((self.step, loss, norm, lr, sums))
+        if probe is not None:
+            probe.grad = None
+        self.step += 1
+
+    def collect(self):
+        """Move what is pending to the host."""
+        if not self.pending:
+            return
+        steps, losses, norms, rates, sums = zip(*self.pending, strict=True)
+        values = torch.stack([torch.stack(losses), torch.stack(norms)]).double().cpu().numpy()
+        self.metrics += zip(steps, *values, rates, strict=True)
+        if sums[0] is not None:
+            self.recent.extend(self.group.sum(torch.stack(sums)).cpu().numpy())
+        self.pending = []
+        broken = next((row[0] for row in self.metrics if not math.isfinite(row[1])), None)
+        if broken is not None:  # no update was made from there on
+            surplus = len(self.metrics) - broken - 1
+            del self.metrics[broken + 1 :]
+            for _ in range(min(surplus, len(self.recent))):
+                self.recent.pop()
+            self.step = broken + 1
+
+    def probe(self, model):
+        """The sums since the last probe, and the weights."""
+        first = self.probes[-1][0, 0] + 1 if self.probes else 0
+        self.collect()
+        sigma_q, sigma_k = (spectral_norms(model.head_weights(w)).cpu().numpy() for w in "qk")
+        sums = np.full((*sigma_q.shape, len(PROBE_COLUMNS)), np.nan)
+        count = int(self.step - first)
+        if self.recent:
+            sums = np.sum(list(self.recent)[-count:], axis=0, dtype=float)
+        rows = count * self.config.batch_size * self.config.block_size
+        layer, head = np.indices(sigma_q.shape)
+        columns = (np.full(sigma_q.shape, self.step - 1), layer, head, sigma_q, sigma_k,
+                   *np.moveaxis(sums, -1, 0), np.full(sigma_q.shape, rows))  # fmt: skip
+        self.probes.append(np.stack([c.ravel() for c in columns], -1))
+        self._keep_onset()
+        now = time.time()
+        self.timed = self.timed or (self.step, now)  # what comes before is compiling
+        if self.step // FLUSH > first // FLUSH:
+            self.flush("running")
+
+    def _keep_onset(self):
+        """Keep the steps around an onset, once those after it are there."""
+        e = runs.find_explosion(self.losses())
+        if e is None:
+            self.onset = []
+        elif not self.onset and self.recent and (e.confirmed or self.step > e.onset + AFTER):
+            oldest = self.step - len(self.recent)
+            first, last = max(e.onset - BEFORE, oldest, 0), min(e.onset + AFTER, self.step)
+            sums = np.stack(list(self.recent)[first - oldest : last - oldest])
+            index = np.indices(sums.shape[:-1])
+            index[0] += first
+            columns = (*index, *np.moveaxis(sums, -1, 0))
+            self.onset = [np.stack([c.ravel() for c in columns], -1)]
+
+    def losses(self) -> np.ndarray:
+        return np.array([row[1] for row in self.metrics])
+
+    def line(self) -> str:
+        """The state of the run in a few words, for the progress bar."""
+        return f"loss={self.metrics[-1][1]:.3f}"
+
+    def should_stop(self) -> str | None:
+        """Why the run ends now, or None."""
+        losses = self.losses()
+        if not math.isfinite(losses[-1]):
+            return "non-finite"
+        after = self.config.stop_after_explosion
+        if after is None or (e := runs.find_explosion(losses)) is None or not e.confirmed:
+            return None
+        return "explosion" if len(losses) > e.onset + after else None
+
+    def speed(self, model=None) -> dict:
+        """Tokens per second, from the first probe on, and the share of the GPUs' peak rate."""
+        first, since = self.timed if self.timed and self.timed[0] < self.step else self.began
+        tokens = (self.step - first) * self.config.batch_size * self.config.block_size
+        rate = tokens / (time.time() - since)
+        peaks = [v for k, v in PEAK_TFLOPS.items() if k in self.info["hardware"]]
+        if model is None or not peaks:
+            return dict(tokens_per_second=round(rate))
+        used = rate * model.flops_per_token() / self.group.size / 1e12
+        return dict(tokens_per_second=round(rate), mfu=round(used / peaks[0], 4))
+
+    def flush(self, ended: str, model=None):
+        """Write the folder; what the last flush wrote stays if this one fails."""
+        if self.group.rank:
+            return
+        self.seconds, self.clock = self.seconds + time.time() - self.clock, time.time()
+        self.info |= dict(
+            ended=ended,
+            steps=len(self.metrics),
+            seconds=round(self.seconds, 1),
+            **self.speed(model),
+        )
+        metrics = pd.DataFrame(self.metrics, columns=runs.METRICS)
+        metrics = metrics.astype({"step": "int32", "grad_norm": "float32", "lr": "float32"})
+        write_table(self.part / "metrics.parquet", metrics)
+        for name, columns, rows in (
+            ("probes", runs.PROBES, self.probes), ("onset", runs.ONSET, self.onset)
+        ):  # fmt: skip
+            values = np.concatenate(rows) if rows else np.empty((0, len(columns)))
+            table = pd.DataFrame(values, columns=columns).astype("float32")
+            if rows or name == "probes":
+                table = table.astype({"step": "int32", "layer": "int16", "head": "int16"})
+                write_table(self.part / f"{name}.parquet", table)
+        text = json.dumps(self.info, indent=1) + "\n"
+        write_atomic(self.part / "run.json", lambda file: file.write(text.encode()))
+
+    def checkpoint(self, model, optimizer):
+        """Everything that the next step depends on, in one file."""
+        self.collect()
+        if self.group.rank:
+            return
+        state = dict(
+            config=json.dumps(self.info["config"]), step=self.step, model=model.state_dict(),
+            optimizer=optimizer.state_dict(), seconds=self.seconds + time.time() - self.clock,
+            metrics=torch.tensor(self.metrics, dtype=torch.float64),
+            probes=[torch.from_numpy(p) for p in self.probes],
+            onset=[torch.from_numpy(p) for p in self.onset],
+            recent=[torch.from_numpy(p) for p in self.recent],
+        )  # fmt: skip
+        write_atomic(self.part / "checkpoint.pt", lambda file: torch.save(state, file))
+
+    def restore(self, model, optimizer):
+        """Put everything where the checkpoint of an unfinished run left it."""
+        if not self.resumes:
+            return
+        path = self.part / "checkpoint.pt"
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged archive raises many types
+            raise UserError(
+                f"{path} is damaged ({type(error).__name__}); remove {self.part} and start again"
+            ) from None
+        before, now = json.loads(state["config"]), self.info["config"]
+        differ = sorted(k for k in before.keys() | now if before.get(k) != now.get(k))
+        if differ:
+            raise UserError(
+                f"{path} was made with another {', '.join(differ)}; take the same, or start anew"
+            )
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.began = (self.step, time.time())
+        self.metrics = [(int(row[0]), *row[1:]) for row in state["metrics"].tolist()]
+        self.probes, self.onset = ([p.numpy() for p in state[k]] for k in ("probes", "onset"))
+        self.recent.extend(p.numpy() for p in state["recent"])
+
+    def stopped(self, model, optimizer):
+        """Leave the run where it is, on request."""
+        self.collect()
+        self.flush("stopped", model)
+        goes_on = "nothing goes on from there, since checkpoint_every is 0"
+        if self.config.checkpoint_every:
+            self.checkpoint(model, optimizer)
+            goes_on = "the same command with --resume goes on"
+        raise UserError(
+            f"{self.name} was stopped after {self.step} steps, see {self.part}; {goes_on}"
+        )
+
+    def leave_nothing_empty(self):
+        """Drop the unfinished folder if nothing was recorded in it."""
+        if self.group.rank == 0:
+            with contextlib.suppress(OSError):
+                self.part.rmdir()
+
+    def finish(self, end: str, model, out: Path):
+        """Write the rest, and give the folder its name."""
+        self.info["weights_sha256"] = weights_sha256(model)
+        self.flush(end, model)
+        if self.group.rank == 0:
+            (self.part / "checkpoint.pt").unlink(missing_ok=True)
+            os.rename(self.part, out)
+
+
+class Specimens:
+    """Captures of single steps, and the error of W_Q's gradient over a window of them.
+
+    Both come from an extra pass over the batch of a step before the step is made; the run's own
+    numbers do not change.
+    """
+
+    def __init__(self, recorder: Recorder, model, amp: bool, draw_seed):
+        self.recorder, self.model, self.config = recorder, model, recorder.config
+        self.amp, self.draw_seed = amp, draw_seed
+        self.folder = recorder.part / "captures"
+        self.window, self.rolling = None, []
+
+    def before_step(self, step: int, batches):
+        c = self.config
+        if c.window and c.window[0] <= step <= c.window[1]:
+            self._measure(step, batches)
+        if step in c.capture_at:
+            self._capture(step, batches)
+        elif c.capture_every and step % c.capture_every == 0:
+            self.rolling.append(self._capture(step, batches))
+            rising = runs.find_explosion(self.recorder.losses()) is not None
+            while len(self.rolling) > c.capture_keep and not rising:
+                self.rolling.pop(0).unlink()
+
+    def _observe(self, step: int, batches, i: int, layers=None):
+        seed = self.draw_seed(step, i, len(batches))
+        return capture.observe(self.model, *batches[i], seed, self.amp, layers)
+
+    def _capture(self, step: int, batches) -> Path:
+        """Capture one layer on the first micro-batch."""
+        c = self.config
+        layers = None if c.capture_layer is None else [c.capture_layer]
+        seen = self._observe(step, batches, 0, layers)
+        layer, head, sequence = capture.suspect(seen)
+        path = self.folder / f"step-{step:06d}.safetensors"
+        self.folder.mkdir(exist_ok=True)
+        info = {k: v for k, v in self.recorder.info.items() if k != "config"}
+        info |= dict(step=step, config=self.recorder.info["config"])
+        capture.save(
+            path, seen, self.model, layer, c.capture_heads or (head,), (sequence,), info
+        )
+        return path
+
+    def _measure(self, step: int, batches):
+        """The error of W_Q's gradient in every layer and head, over the whole batch."""
+        m = self.model.config
+        if self.window is None:
+            size = m.n_embd // m.n_head
+            self.window = QueryErrorWindow(
+                m.n_layer, m.n_head, size, m.n_embd, device=self.recorder.group.device
+            )
+        for i in range(len(batches)):
+            for layer, seen in self._observe(step, batches, i).items():
+                eps = capture.query_bias(seen) / len(batches)
+                self.window.update(step, layer, seen.x, seen.q, seen.k, eps)
+
+    def after_gradients(self, step: int):
+        """Set beside the error the norm of the gradient that it is a part of."""
+        if self.window is not None and self.window.step == step:
+            m = self.model.config
+            by_head = (3, m.n_head, m.n_embd // m.n_head, m.n_embd)
+            norms = [b.qkv.weight.grad.view(by_head)[0].flatten(1).norm(dim=1)
+                     for b in self.model.blocks]  # fmt: skip
+            self.window.end_step(step, torch.stack(norms))
+
+    def finish(self, end: str):
+        """Write the window; drop what was kept in case of an explosion, if there was none."""
+        if self.window is not None:
+            write_table(self.recorder.part / "query_error.parquet", self.window.to_table())
+        if end == "completed" and runs.find_explosion(self.recorder.losses()) is None:
+            while self.rolling:
+                self.rolling.pop().unlink()
+
+
+def weights_sha256(model) -> str:
+    """One hash of all weights, bit by bit."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def write_table(path: Path, table: pd.DataFrame) -> None:
+    data = io.BytesIO()
+    table.to_parquet(data, index=False, compression="zstd")
+    write_atomic(path, lambda file: file.write(data.getvalue()))
+
+
+def write_atomic(path: Path, write) -> None:
+    """Call `write(open file)`, then give the file its name; an earlier one stays until then."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"cannot write {path}: {reason}; what was written before is still there"
+        ) from None

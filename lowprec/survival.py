@@ -1,0 +1,178 @@
+"""Time to explosion: curves over seeds, and whether an arm may be said to prevent explosions.
+
+A run that had not exploded when it ended is censored: its time is known to be longer than that.
+Curves are Kaplan and Meier's (J. Am. Stat. Assoc. 53, 1958), their intervals Greenwood's after two
+logarithms, both from scipy. Counts are compared by Fisher's exact test, times by the log-rank test.
+P values are adjusted for the number of arms compared by Holm's method (Scand. J. Stat. 6, 1979).
+
+What counts as an explosion, and when a run is censored, is decided in `lowprec.runs`.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from lowprec import UserError
+
+SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
+"""To say "prevents": seeds an arm, share of the base's seeds that explode, adjusted p below."""
+
+
+def kaplan_meier(table: pd.DataFrame, by: str = "arm") -> pd.DataFrame:
+    """The share of runs without an explosion, with a row at step 0 and wherever it may change.
+
+    table: one row a run, of `lowprec.runs.load_runs`; `duration` in steps, `exploded` true or
+    false. by: the column that names the group.
+    Returns columns `by`, step, survival, low, high (95 % interval; NaN where survival is 1 or 0,
+    for which there is no such interval), at_risk, exploded, censored (numbers of runs at that
+    step; a run that exploded in the step in which another is censored went first).
+    Source: Kaplan & Meier 1958; scipy.stats.ecdf.
+    """
+    curves = []
+    for name, group in _groups(table, by).items():
+        curve = _curve(group)
+        curve.insert(0, by, name)
+        curves.append(curve)
+    return pd.concat(curves, ignore_index=True)
+
+
+def compare_arms(
+    table: pd.DataFrame, base: str, others=None, by: str = "arm", test: str = "fisher"
+) -> pd.DataFrame:
+    """Each arm against `base`: one row an arm, the base first.
+
+    table: one row a run, of `lowprec.runs.load_runs`. others: the arms to compare, all by default;
+    they are what Holm's correction counts, so name them before looking. test: "fisher", exact,
+    of the numbers that exploded by `horizon`, the last step to which every run of both arms that
+    did not explode was followed; or "logrank", of the times, which relies on large n. Two-sided;
+    seeds count as independent samples of each arm.
+
+    Returns columns `by`, n (runs), exploded (runs), median, low, high (steps, with the 95 %
+    interval; inf where the curve or its band does not come down to one half), time (the same in
+    words, or "not reached"), test, horizon (steps), p, p_holm, verdict. The verdict is "prevents"
+    if none of at least 8 runs exploded, at least 7 in 8 of at least 8 runs of the base did by the
+    horizon, and p_holm < 0.05; without that an arm in which none exploded is "not seen in n".
+    Raises `UserError` for an unknown arm, no arm to compare, or a seed that counts twice.
+    Source: scipy.stats.fisher_exact, scipy.stats.logrank; Holm 1979.
+    """
+    groups = _groups(table, by)
+    others = [name for name in groups if name != base] if others is None else list(others)
+    for name in (base, *others):
+        if name not in groups:
+            raise UserError(f"there is no {by} {name!r}; take one of {', '.join(map(str, groups))}")
+    if not others or base in others or len(set(others)) < len(others):
+        raise UserError(f"name at least one other {by} than the base {base!r}, each once")
+    if test not in ("fisher", "logrank"):
+        raise UserError(f"test={test!r} must be fisher or logrank")
+    p = [_p_value(groups[base], groups[name], test) for name in others]
+    rows = [{by: base, **_summary(groups[base]), "verdict": "base"}]
+    for name, value, adjusted in zip(others, p, holm(p), strict=True):
+        rows.append({
+            by: name, **_summary(groups[name]), "test": test,
+            "horizon": _horizon(groups[base], groups[name]), "p": value, "p_holm": adjusted,
+            "verdict": _verdict(groups[base], groups[name], adjusted),
+        })  # fmt: skip
+    columns = [by, "n", "exploded", "median", "low", "high", "time", "test", "horizon", "p",
+               "p_holm", "verdict"]  # fmt: skip
+    return pd.DataFrame(rows, columns=columns)
+
+
+def holm(p) -> np.ndarray:
+    """P values adjusted for their number by Holm's step-down method.  (k,) -> (k,) float64"""
+    p = np.asarray(p, dtype=float)
+    order = np.argsort(p)
+    steps = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(steps, 1.0)
+    return adjusted
+
+
+def _groups(table: pd.DataFrame, by: str) -> dict[str, pd.DataFrame]:
+    missing = {by, "seed", "duration", "exploded"} - set(table.columns)
+    if missing:
+        raise UserError(f"the table of runs has no column {', '.join(sorted(missing))}")
+    twice = table[table.duplicated([by, "seed"])]
+    if len(twice):
+        name, seed = twice.iloc[0][[by, "seed"]]
+        raise UserError(f"{by} {name} has seed {seed} twice; a seed counts once")
+    return dict(iter(table.groupby(by, sort=False)))
+
+
+def _times(group: pd.DataFrame) -> stats.CensoredData:
+    return stats.CensoredData.right_censored(group.duration, ~group.exploded.astype(bool))
+
+
+def _curve(group: pd.DataFrame) -> pd.DataFrame:
+    """The columns of `kaplan_meier` of one group."""
+    survival = stats.ecdf(_times(group)).sf
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The confidence interval is undefined")
+        interval = survival.confidence_interval(0.95, method="log-log")
+    exploded = group.exploded.astype(int)
+    runs = exploded.groupby(group.duration).agg(["sum", "size"])
+    step = np.union1d([0], runs.index).astype(int)
+    exploded, ended = runs.reindex(step, fill_value=0).to_numpy().T
+    share = survival.evaluate(step)
+    low, high = (
+        np.where((share > 0) & (share < 1), side.evaluate(step), np.nan) for side in interval
+    )
+    return pd.DataFrame(
+        dict(
+            step=step, survival=share, low=low, high=high,
+            at_risk=len(group) - np.cumsum(ended) + ended, exploded=exploded,
+            censored=ended - exploded,
+        )
+    )  # fmt: skip
+
+
+def _summary(group: pd.DataFrame) -> dict:
+    """n, exploded, and the median time with the interval in which the band crosses one half."""
+    curve = _curve(group)
+
+    def first(bound) -> float:
+        """The first step at which `bound` is at most one half, up to rounding."""
+        below = curve.step[bound <= 0.5 + 1e-12]
+        return float(below.iloc[0]) if len(below) else np.inf
+
+    median = first(curve.survival)
+    low, high = first(curve.low.where(curve.survival > 0, 0.0)), first(curve.high)
+    words = "not reached"
+    if np.isfinite(median):
+        upper = f"{high:,.0f}" if np.isfinite(high) else "not reached"
+        words = f"{median:,.0f} [{low:,.0f}, {upper}]"
+    return dict(n=len(group), exploded=int(group.exploded.sum()), median=median, low=low, high=high,
+                time=words)  # fmt: skip
+
+
+def _horizon(*groups: pd.DataFrame) -> int:
+    """The last step by which it is known of every run whether it had exploded."""
+    runs = pd.concat(groups)
+    censored = runs.duration[~runs.exploded.astype(bool)]
+    return int(censored.min() if len(censored) else runs.duration.max())
+
+
+def _exploded_by(group: pd.DataFrame, step: int) -> int:
+    return int((group.exploded.astype(bool) & (group.duration <= step)).sum())
+
+
+def _p_value(base: pd.DataFrame, other: pd.DataFrame, test: str) -> float:
+    if test == "logrank":
+        with np.errstate(invalid="ignore"):  # 0/0 where no explosion could tell the arms apart
+            p = stats.logrank(_times(base), _times(other)).pvalue
+        return 1.0 if np.isnan(p) else float(p)
+    step = _horizon(base, other)
+    counts = [(k := _exploded_by(g, step), len(g) - k) for g in (base, other)]
+    return float(stats.fisher_exact(counts).pvalue)
+
+
+def _verdict(base: pd.DataFrame, other: pd.DataFrame, p_holm: float) -> str:
+    exploded, n = int(other.exploded.sum()), len(other)
+    if exploded:
+        return f"seen in {exploded} of {n}"
+    share = _exploded_by(base, _horizon(base, other)) / len(base)
+    enough = min(n, len(base)) >= SEEDS and share >= NEARLY_ALL and p_holm < LEVEL
+    return "prevents" if enough else f"not seen in {n}"
