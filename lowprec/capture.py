@@ -273,7 +273,8 @@ class Capture:
 
         reproduced: whether o is the captured one. With the Triton kernels, on the captured GPU and
             versions: bitwise. Elsewhere `lowprec.agreement.agrees` decides. None where `policy` is
-            not the captured one (the counterfactual), and for impl="oracle".
+            not the captured one (the counterfactual), and for impl="oracle". A field that o does
+            not depend on, such as delta_from, is not tested by it.
         differs: share of the elements of o that are not bitwise the captured ones
         max_ulp: the largest difference of o, see `lowprec.agreement.ulp_distance`
         policy: the one used

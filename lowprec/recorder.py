@@ -80,7 +80,9 @@ class Recorder:
         values = torch.stack([torch.stack(losses), torch.stack(norms)]).double().cpu().numpy()
         self.metrics += zip(steps, *values, rates, strict=True)
         if sums[0] is not None:
-            self.recent.extend(self.group.sum(torch.stack(sums)).cpu().numpy())
+            total = self.group.sum(torch.stack(sums))
+            total[..., :2] /= self.group.size  # the gradients of each process are of its own mean
+            self.recent.extend(total.cpu().numpy())
         self.pending = []
         broken = next((row[0] for row in self.metrics if not math.isfinite(row[1])), None)
         if broken is not None:  # no update was made from there on
@@ -283,9 +285,7 @@ class Specimens:
         self.folder.mkdir(exist_ok=True)
         info = {k: v for k, v in self.recorder.info.items() if k != "config"}
         info |= dict(step=step, config=self.recorder.info["config"])
-        capture.save(
-            path, seen, self.model, layer, c.capture_heads or (head,), (sequence,), info
-        )
+        capture.save(path, seen, self.model, layer, c.capture_heads or (head,), (sequence,), info)
         return path
 
     def _measure(self, step: int, batches):
@@ -328,8 +328,14 @@ def weights_sha256(model) -> str:
 
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
+    """Parquet, two thirds of its usual size: the bytes of measured floats are packed by place."""
+    floats = [name for name in table if table[name].dtype.kind == "f"]
     data = io.BytesIO()
-    table.to_parquet(data, index=False, compression="zstd")
+    table.to_parquet(
+        data, index=False, compression="zstd", compression_level=9,
+        use_dictionary=[name for name in table if name not in floats],
+        column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+    )  # fmt: skip
     write_atomic(path, lambda file: file.write(data.getvalue()))
 
 

@@ -242,6 +242,8 @@ def sum_dk_dv(
         )
         if MASKED:
             b_p = tl.where(o_k[:, None] <= o_q[None, :], b_p, 0.0)
+        if not EVEN:  # 0 times an infinite key is NaN
+            b_p = tl.where(o_q[None, :] < n, b_p, 0.0)
         b_ds = b_p * (b_dp - b_delta[None, :])
         b_p = operand(b_p, P_BWD, who, o_q[None, :], o_k[:, None], NATIVE)
         b_ds = operand(b_ds, DS, who, o_q[None, :], o_k[:, None], NATIVE)

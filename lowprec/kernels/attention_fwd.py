@@ -22,6 +22,7 @@ from lowprec.kernels.rounding import (
     round_site,
     scores,
     store_rows,
+    visible,
 )
 
 
@@ -105,7 +106,10 @@ def weighted_sum(
         b_stored = masked(b_stored, o_q, o_k, n, CAUSAL)
         b_s = masked(b_s, o_q, o_k, n, CAUSAL)
     if TIES:
-        b_ties += tl.sum((b_s == b_r[:, None]).to(tl.int32), 1)
+        m_top = b_s == b_r[:, None]
+        if MASKED:  # where all scores seen are -inf, the hidden keys equal them
+            m_top &= visible(o_q[:, None], o_k[None, :], n, CAUSAL)
+        b_ties += tl.sum(m_top.to(tl.int32), 1)
     if X == 0:
         b_p = exp_difference(b_stored, b_s, b_finite[:, None], scale, S, EXACT)
     else:

@@ -89,7 +89,8 @@ def round_half(x, bits, word, MODE: tl.constexpr):
         y = tl.where(tl.abs(x) == float("inf"), y, tl.minimum(y, 65504.0))
     else:
         y = tl.where(y > 65504.0, float("inf"), y)
-    return tl.where(x == x, tl.where(bits >> 31 == 1, -y, y), x)
+    signed = y.to(tl.uint32, bitcast=True) | ((bits >> 31) << 31)  # -y would be 0 - y: +0 for 0
+    return tl.where(x == x, signed.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
