@@ -226,7 +226,7 @@ class Recorder:
         goes_on = "nothing goes on from there, since checkpoint_every is 0"
         if self.config.checkpoint_every:
             self.checkpoint(model, optimizer)
-            goes_on = "the same command with --resume goes on"
+            goes_on = "resumed, it goes on from there"
         raise UserError(
             f"{self.name} was stopped after {self.step} steps, see {self.part}; {goes_on}"
         )

@@ -185,7 +185,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(Recorder, "measured", interrupted)
-    with pytest.raises(UserError, match="stopped after 5 steps.*--resume"):
+    with pytest.raises(UserError, match="stopped after 5 steps.*resumed"):
         train(config, tmp_path / "b")
     unfinished = runs.load_run(tmp_path / ".b.part")
     assert len(unfinished.metrics) == 5 and not unfinished.finished

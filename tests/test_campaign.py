@@ -1,0 +1,365 @@
+"""Campaigns on this machine and on a real Slurm, with a model that trains in a second."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lowprec import UserError, campaign, progress, runs, train
+from lowprec.__main__ import main
+from lowprec.campaign import Slurm, run_campaign
+
+CAMPAIGN = """
+question: q
+predictions: [p]
+preset: tiny
+train: {n_layer: 1, n_head: 2, n_embd: 32, block_size: 16, batch_size: 2, steps: STEPS}
+arms:
+  low: {policy: LOW, seeds: [0, 1]}
+  bad: {policy: FA2, lr: -1.0, seeds: [0, 1]}
+"""
+ONE_RUN = CAMPAIGN.split("  bad:")[0].replace("[0, 1]", "[0]")
+ON_CPU = Slurm(minutes=5, gpus_per_node=0, cpus=1, memory=2.0)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A campaign of two arms and two seeds; each run of the second arm fails."""
+    monkeypatch.chdir(runs.repo_root())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = tmp_path / "campaign.yaml"
+    path.write_text(CAMPAIGN.replace("STEPS", "4"))
+    return path
+
+
+def command(file, *words, **kwargs):
+    return subprocess.Popen(
+        [sys.executable, "-m", "lowprec", "campaign", str(file), *words], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs,
+    )  # fmt: skip
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def check_summary(out, result, again):
+    """Both arms were tried; the second call tried only what was missing."""
+    assert list(result) == ["low-seed0", "bad-seed0", "low-seed1", "bad-seed1"]
+    for name, how in result.items():
+        if name.startswith("low"):
+            assert re.fullmatch(r"done in \d+ s", how) and again[name] == "recorded before"
+        else:
+            assert how.startswith("failed (Invalid learning rate: -1.0), see ")
+            assert again[name].startswith("failed (Invalid learning rate: -1.0), see ")
+            log = how.rpartition("see ")[2]
+            assert "Invalid learning rate" in open(log).read()
+    table = runs.load_runs(out)
+    assert list(table.name) == ["low-seed0", "low-seed1"] and set(table.arm) == {"low"}
+    assert list(table.seed) == [0, 1] and (table.steps == 4).all()
+
+
+def test_on_this_machine(file, capfd):
+    out = file.parent / "runs"
+    result = run_campaign(file, gpus=2, out=out)
+    shown = capfd.readouterr().err
+    for line in ("low-seed0  running", "low-seed0  done", "bad-seed1  failed"):
+        assert sum(row.startswith(line) for row in shown.splitlines()) == 1, shown
+    assert re.search(r"low-seed1  done  step 4/4  loss 10\.\d+  tokens/s [\d,]+\n", shown)
+    written = {p: p.stat().st_mtime_ns for p in out.glob("low-*/*")}
+    second = command(file, "--out", out, "--gpus", "2")
+    again, err = second.communicate()
+    check_summary(out, result, dict(line.split(": ", 1) for line in again.splitlines()))
+    assert written == {p: p.stat().st_mtime_ns for p in out.glob("low-*/*")}
+    assert second.returncode == 2 and "Traceback" not in err
+    assert err.endswith("lowprec: 2 of 4 runs failed: bad-seed0, bad-seed1\n")
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_ctrl_c_stops_the_runs(file, number):
+    file.write_text(ONE_RUN.replace("STEPS", "1000000"))
+    parent = command(file, start_new_session=True)
+    log = file.parent / ".logs" / "low-seed0.txt"
+    wait_for(lambda: progress.BAR.search(progress.tail(log)))
+    children = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(parent.pid)], text=True)
+    assert len(children.split()) == 1
+    parent.send_signal(number)
+    _, err = parent.communicate(timeout=30)
+    assert parent.returncode == 130 and err.endswith("goes on from checkpoints\n")
+    assert "Traceback" not in err
+    for pid in map(int, children.split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not (file.parent / "low-seed0").exists(), "an unfinished run is not a run"
+    with pytest.raises(UserError, match="it has no checkpoint to go on from"):
+        campaign.run_one(campaign.load_campaign(file)[0].spec())
+
+
+def test_a_stopped_run_goes_on_from_its_checkpoint(file):
+    file.write_text(ONE_RUN.replace("STEPS", "150, checkpoint_every: 20"))
+    parent = command(file)
+    part = file.parent / ".low-seed0.part"
+    wait_for((part / "checkpoint.pt").exists)
+    parent.send_signal(signal.SIGINT)
+    parent.communicate(timeout=60)
+    stopped = json.loads((part / "run.json").read_text())
+    assert stopped["ended"] == "stopped" and 20 <= stopped["steps"] < 150
+    assert run_campaign(file)["low-seed0"].startswith("done in ") and not part.exists()
+    log = file.parent / ".logs" / "low-seed0.txt"
+    assert f"| {stopped['steps']}/150 [00:00" in progress.tail(log), "it did not start again"
+    config = campaign.load_campaign(file)[0].config
+    whole = train.train(config, file.parent / "whole")
+    assert whole.metrics.equals(runs.load_run(file.parent / "low-seed0").metrics)
+
+
+def test_a_run_that_outlived_its_campaign_is_left_alone(file):
+    file.write_text(ONE_RUN.replace("STEPS", "1000000, checkpoint_every: 10"))
+    first = command(file, start_new_session=True)
+    checkpoint = file.parent / ".low-seed0.part" / "checkpoint.pt"
+    wait_for(checkpoint.exists)
+    pid = int(subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(first.pid)], text=True))
+    try:
+        first.kill()
+        first.communicate()
+        job = campaign.load_campaign(file)[0]
+        with pytest.raises(UserError, match="low-seed0 is being run by another process"):
+            campaign.run_one(job.spec())
+        os.kill(pid, 0)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        ("lr: -1.0", "lr: 2e-3", "arm bad: lr='2e-3' is a text"),
+        ("lr: -1.0", "lrr: 1", "did you mean lr"),
+        ("seeds: [0, 1]", "seeds: [0, 0]", "or one twice"),
+        ("seeds: [0, 1]", "seeds: 3", "arm low has no seeds"),
+        ("seeds: [0, 1]", "seeds: [zero]", "seed='zero' is a text"),
+        ("low:", "../low:", "names folders"),
+        ("{policy: LOW, seeds: [0, 1]}", "LOW", "must be settings"),
+        ("preset: tiny", "preset: [tiny]", "preset must be one of gpt2"),
+    ],
+)
+def test_a_campaign_file_is_checked_before_anything_starts(file, old, new, says):
+    file.write_text(CAMPAIGN.replace("STEPS", "4").replace(old, new))
+    with pytest.raises(UserError, match=says):
+        run_campaign(file)
+    assert [p.name for p in file.parent.iterdir()] == ["campaign.yaml"]
+
+
+@pytest.mark.slow
+def test_the_table_is_redrawn_on_a_terminal(file):
+    screen, child = pty.openpty()
+    file.write_text(CAMPAIGN.replace("STEPS", "300"))
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "lowprec", "campaign", str(file), "--gpus", "2"],
+        stdout=subprocess.DEVNULL, stderr=child, env=os.environ | {"COLUMNS": "90", "LINES": "24"},
+    )  # fmt: skip
+    os.close(child)
+    written = b""
+    while True:
+        try:
+            written += os.read(screen, 65536)
+        except OSError:  # Linux says so when the other end is closed
+            break
+    assert parent.wait() == 2
+    frames = re.split("\x1b\\[5F\x1b\\[J", written.decode().replace("\r\n", "\n"))
+    assert len(frames) > 3, "a header and four rows, drawn over themselves"
+    first, last = frames[0].splitlines(), frames[-1].splitlines()
+    assert first[0].split() == last[0].split() == ["run", "state", "step", "loss", "tokens/s", "to",
+                                                   "go"]  # fmt: skip
+    assert [row.split()[:2] for row in last[1:5]] == [
+        ["low-seed0", "done"], ["bad-seed0", "failed"], ["low-seed1", "done"],
+        ["bad-seed1", "failed"],
+    ]  # fmt: skip
+    moving = [row.split() for frame in frames for row in frame.splitlines() if " running" in row]
+    assert any(len(cells) == 6 for cells in moving), "step, loss, tokens/s and time to go"
+
+
+def fake_job(tmp_path, **changes):
+    config = campaign.load_campaign(runs.data_root() / "runs/explosion/campaign.yaml")[0].config
+    return campaign.Job("low", config, tmp_path / "low-seed0")
+
+
+def test_a_row_reads_the_progress_bar(tmp_path):
+    job, log = fake_job(tmp_path), tmp_path / "log"
+    row = lambda state="running": progress.table_row(job, state, log)  # noqa: E731
+    assert row() == ("low-seed0", "running", "0/6500", "", "", "")
+    log.write_text("low-seed0:   0%|          | 0/6500 [00:00<?, ?it/s]")
+    assert row()[2:] == ("0/6500", "", "", "?")
+    bar = "\rlow-seed0:  45%|####      | 2900/6500 [05:03<06:12,  9.50it/s, loss=3.412]"
+    log.write_text("x" * 20000 + bar + "\r" + bar.replace("2900", "2950"))
+    assert row()[2:] == ("2950/6500", "3.412", f"{9.5 * 32 * 1024:,.0f}", "06:12")
+    log.write_text(bar.replace("9.50it/s", "2.00s/it").replace("06:12", "1:59:00"))
+    assert row()[4:] == (f"{32 * 1024 / 2:,.0f}", "1:59:00")
+    assert row("waiting")[2:] == ("0/6500", "", "", ""), "the log of an earlier try says nothing"
+
+
+def test_a_row_falls_back_on_the_unfinished_folder(tmp_path):
+    job = fake_job(tmp_path)
+    source = runs.data_root() / "runs" / "explosion" / "low-seed0"
+    job.part.mkdir()
+    for name in ("run.json", "metrics.parquet"):
+        (job.part / name).write_bytes((source / name).read_bytes())
+    info = json.loads((source / "run.json").read_text())
+    row = progress.table_row(job, "running", tmp_path / "no log")
+    loss = runs.load_run(source).metrics.loss.iloc[-1]
+    assert row[2:5] == (f"{info['steps']}/6500", f"{loss:.3f}", f"{info['tokens_per_second']:,}")
+    (job.part / "metrics.parquet").write_bytes(b"half")
+    assert progress.table_row(job, "running", tmp_path / "no log")[3] == ""
+
+
+def test_a_long_table_shows_what_moves(monkeypatch):
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((30, 6)))
+    states = ["done"] * 5 + ["running", "failed"] + ["waiting"] * 5
+    rows = [(f"run{i}", state, "1/2", "3.0", "4", "") for i, state in enumerate(states)]
+    lines = progress.Table(None)._screen(rows)
+    assert len(lines) == 5 and all(len(line) < 30 for line in lines)
+    assert [line.split()[0] for line in lines[1:4]] == ["run5", "run6", "run7"]
+    assert lines[4] == "and 9 more"
+
+
+@pytest.mark.parametrize(
+    "named, count, wanted",
+    [(None, 2, ["0", "1"]), ("3,5", 2, ["3", "5"]), ("GPU-ab,GPU-cd", 2, ["GPU-ab", "GPU-cd"]),
+     ("4,-1,5", 1, ["4"]), ("", 0, [])],
+)  # fmt: skip
+def test_gpus_are_those_that_may_be_seen(monkeypatch, named, count, wanted):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert campaign.visible_gpus() == wanted
+
+
+def test_each_run_sees_one_of_the_gpus_and_gives_it_back(file, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    jobs = campaign.load_campaign(file)
+    seen = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda words, **k: start([sys.executable, "-c", seen], **k)
+    )
+    local = campaign.Local(jobs, None)
+    assert set(local.look().values()) == {"running", "waiting"} and len(local.running) == 2
+    wait_for(lambda: not local.look())
+    devices = [local.log(job).read_text().strip() for job in jobs]
+    assert devices[:2] == ["3", "5"] and set(devices[2:]) <= {"3", "5"}
+    with pytest.raises(UserError, match="gpus=3 and there are 2"):
+        campaign.Local(jobs, 3)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--gpus", "0"], "gpus=0 must be at least 1"),
+        (["--partition", "long"], "add --cluster slurm"),
+        (["--cluster", "slurm", "--gpus-per-node", "2"], "gpus_per_node=2"),
+        (["--cluster", "slurm"], "there is no Slurm here"),
+    ],
+)
+def test_mistakes_start_nothing(file, monkeypatch, capsys, words, says):
+    monkeypatch.setenv("PATH", str(file.parent))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own
+    assert main(["campaign", str(file), *words]) == 2
+    assert says in capsys.readouterr().err
+    assert [p.name for p in file.parent.iterdir()] == ["campaign.yaml"]
+
+
+# On a real Slurm of one node, which tests/slurm.sh starts
+
+
+def queue():
+    listed = subprocess.check_output(["squeue", "--array", "--noheader", "--format=%i"], text=True)
+    return listed.split()
+
+
+@pytest.mark.slurm
+def test_on_slurm(file):
+    result = run_campaign(file, slurm=ON_CPU)
+    notes = {p.stem: p.read_text() for p in (file.parent / ".logs").glob("*.job")}
+    assert set(notes) == set(result)
+    arrays, tasks = zip(*(number.split("_") for number in notes.values()), strict=True)
+    assert len(set(arrays)) == 1 and set(tasks) == set("0123"), "one array, a job a run"
+    again = run_campaign(file, slurm=ON_CPU)
+    check_summary(file.parent, result, again)
+    later = {p.stem: p.read_text() for p in (file.parent / ".logs").glob("*.job")}
+    same = [name for name in notes if notes[name] == later[name]]
+    assert sorted(same) == ["low-seed0", "low-seed1"], "only what is missing is sent again"
+
+
+@pytest.mark.slurm
+def test_slurm_gives_what_was_asked_for(file):
+    run_campaign(file, slurm=Slurm("test", 7, 0, 1, 1.5))
+    number = (file.parent / ".logs" / "low-seed0.job").read_text()
+    asked = subprocess.check_output(["scontrol", "show", "job", number], text=True)
+    for words in ("Partition=test", "TimeLimit=00:07:00", "CPUs/Task=1", "MinMemoryNode=1.50G"):
+        assert words in asked
+    run = runs.load_run(file.parent / "low-seed0")
+    assert run.info["config"]["device"] == "cpu"
+
+
+@pytest.mark.slurm
+def test_the_same_numbers_as_on_this_machine(file):
+    run_campaign(file, slurm=ON_CPU)
+    run_campaign(file, out=file.parent / "local")
+    a, b = (runs.load_run(p / "low-seed1") for p in (file.parent, file.parent / "local"))
+    assert a.metrics.equals(b.metrics) and a.probes.equals(b.probes)
+
+
+@pytest.mark.slurm
+def test_jobs_outlive_the_command_and_are_found_again(file):
+    file.write_text(CAMPAIGN.replace("STEPS", "100"))
+    words = ("--cluster", "slurm", "--gpus-per-node", "0", "--cpus", "1", "--memory", "2")
+    first = command(file, *words)
+    note = file.parent / ".logs" / "bad-seed1.job"
+    wait_for(lambda: note.exists() and note.read_text())
+    first.send_signal(signal.SIGINT)
+    _, err = first.communicate(timeout=30)
+    assert first.returncode == 130 and "Traceback" not in err
+    number = (file.parent / ".logs" / "low-seed0.job").read_text()
+    assert number in queue(), "the job goes on"
+    second = command(file, *words)
+    out, err = second.communicate(timeout=120)
+    assert (file.parent / ".logs" / "low-seed0.job").read_text() == number, "sent once"
+    assert second.returncode == 2 and "low-seed0: done in" in out and "low-seed1: done in" in out
+
+
+@pytest.mark.slurm
+def test_a_cancelled_job_is_a_failed_run_that_stopped_cleanly(file):
+    file.write_text(ONE_RUN.replace("STEPS", "1000000, checkpoint_every: 1000000"))
+    parent = command(file, "--cluster", "slurm", "--gpus-per-node", "0", "--cpus", "1",
+                     "--memory", "2")  # fmt: skip
+    note = file.parent / ".logs" / "low-seed0.job"
+    wait_for(lambda: note.exists() and note.read_text())
+    log = file.parent / ".logs" / "slurm" / f"{note.read_text()}_0_log.out"
+    wait_for(lambda: progress.BAR.search(progress.tail(log)))
+    subprocess.run(["scancel", note.read_text()], check=True)
+    out, _ = parent.communicate(timeout=60)
+    assert parent.returncode == 2 and "low-seed0: failed (low-seed0 was stopped after" in out
+    part = file.parent / ".low-seed0.part"
+    assert json.loads((part / "run.json").read_text())["ended"] == "stopped"
+    assert (part / "checkpoint.pt").is_file() and not (file.parent / "low-seed0").exists()
+
+
+@pytest.mark.slurm
+def test_what_slurm_refuses_is_one_sentence(file):
+    with pytest.raises(UserError, match="Slurm refused the jobs: .*partition") as error:
+        run_campaign(file, slurm=Slurm("nosuch", 5, 0, 1, 1.0))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,212 @@
+"""Time to explosion against published data, scipy, and counts done by hand."""
+
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+
+from lowprec import UserError, runs
+from lowprec.survival import compare_arms, holm, kaplan_meier
+
+
+def arm(name, durations, exploded):
+    n = len(durations)
+    return pd.DataFrame(
+        dict(arm=name, seed=range(n), duration=durations, exploded=np.broadcast_to(exploded, n))
+    )
+
+
+# Remission in weeks (Freireich et al., Blood 21, 1963), the example of most textbooks.
+DRUG = arm("6-MP", [6, 6, 6, 7, 10, 13, 16, 22, 23, 6, 9, 10, 11, 17, 19, 20, 25, 32, 32, 34, 35],
+           [True] * 9 + [False] * 12)  # fmt: skip
+PLACEBO = arm("placebo", [1, 1, 2, 2, 3, 4, 4, 5, 5, 8, 8, 8, 8, 11, 11, 12, 12, 15, 17, 22, 23],
+              True)  # fmt: skip
+FREIREICH = pd.concat([PLACEBO, DRUG])
+
+LOW = arm("low", [2100, 2200, 2300, 2400, 2500, 2600, 2700, 2800], True)
+FIXED = arm("fixed", [6500] * 8, False)
+
+
+def test_kaplan_meier_by_hand():
+    """Ties, a censored run in the step of an explosion, and a last run that is censored."""
+    runs_ = arm("a", [100, 100, 200, 200, 300, 400], [True, True, True, False, True, False])
+    curve = kaplan_meier(runs_).drop(columns=["arm", "low", "high"])
+    wanted = pd.DataFrame(
+        [
+            (0, 1, 6, 0, 0),
+            (100, 4 / 6, 6, 2, 0),
+            (200, 4 / 6 * 3 / 4, 4, 1, 1),
+            (300, 4 / 6 * 3 / 4 * 1 / 2, 2, 1, 0),
+            (400, 4 / 6 * 3 / 4 * 1 / 2, 1, 0, 1),
+        ],
+        columns=["step", "survival", "at_risk", "exploded", "censored"],
+    )
+    pd.testing.assert_frame_equal(curve, wanted, check_dtype=False, rtol=1e-12)
+
+
+def test_the_interval_by_hand():
+    """One of four exploded: S = 3/4, Greenwood's sum 1 / (4 x 3), and log S = log(3/4)."""
+    curve = kaplan_meier(arm("a", [100, 200, 200, 200], [True, False, False, False]))
+    spread = 1.959963984540054 * np.sqrt(1 / 12) / -np.log(3 / 4)
+    np.testing.assert_allclose(curve.low[1], 0.75 ** np.exp(spread), rtol=1e-9)
+    np.testing.assert_allclose(curve.high[1], 0.75 ** np.exp(-spread), rtol=1e-9)
+
+
+def test_kaplan_meier_is_the_published_curve():
+    curve = kaplan_meier(FREIREICH).query("arm == '6-MP' and exploded > 0").set_index("step")
+    wanted = {6: 0.857, 7: 0.807, 10: 0.753, 13: 0.690, 16: 0.627, 22: 0.538, 23: 0.448}
+    assert curve.survival.round(3).to_dict() == wanted
+    assert curve.at_risk.to_dict() == {6: 21, 7: 17, 10: 15, 13: 12, 16: 11, 22: 7, 23: 6}
+
+
+def test_a_curve_has_its_columns_and_no_interval_at_one_and_zero(recwarn):
+    curve = kaplan_meier(FREIREICH)
+    assert list(curve.columns) == ["arm", "step", "survival", "low", "high", "at_risk", "exploded",
+                                   "censored"]  # fmt: skip
+    for name, group in FREIREICH.groupby("arm"):
+        ours = curve[curve.arm == name]
+        assert ours.step.tolist() == [0, *np.unique(group.duration)]
+        assert ours.exploded.sum() + ours.censored.sum() == len(group)
+    inside = (curve.survival > 0) & (curve.survival < 1)
+    assert inside.sum() == len(curve) - 3, "both curves start at one, and one ends at zero"
+    within = curve[inside]
+    assert ((0 < within.low) & (within.low < within.survival)).all()
+    assert ((within.survival < within.high) & (within.high < 1)).all()
+    assert curve.loc[~inside, ["low", "high"]].isna().all(axis=None)
+    assert not recwarn.list
+
+
+def test_logrank_is_the_published_one():
+    row = compare_arms(FREIREICH, "placebo", test="logrank").iloc[1]
+    assert scipy.stats.chi2.isf(row.p, 1) == pytest.approx(16.79, abs=0.005)
+
+
+def test_logrank_by_hand():
+    """At each explosion: those expected in the base, and the hypergeometric variance."""
+    base, other = arm("low", [1, 2, 4], True), arm("b", [3, 5, 6], [True, True, False])
+    expected = 3 / 6 + 2 / 5 + 1 / 4 + 1 / 3
+    variance = 3 * 3 / 6**2 + 2 * 3 / 5**2 + 1 * 3 / 4**2 + 1 * 2 / 3**2
+    row = compare_arms(pd.concat([base, other]), "low", test="logrank").iloc[1]
+    assert scipy.stats.chi2.isf(row.p, 1) == pytest.approx((3 - expected) ** 2 / variance, rel=1e-9)
+
+
+def test_medians():
+    table = compare_arms(FREIREICH, "placebo").set_index("arm")
+    assert table["median"].to_dict() == {"placebo": 8, "6-MP": 23}
+    assert table.time.to_dict() == {"placebo": "8 [4, 11]", "6-MP": "23 [13, not reached]"}
+    assert compare_arms(pd.concat([LOW, FIXED]), "low").time[1] == "not reached"
+
+
+@pytest.mark.parametrize("n", [*range(1, 13), 24, 38])
+def test_the_median_is_the_first_step_with_half_of_the_runs_gone(n):
+    """Also where a product of fractions comes out a little above one half."""
+    every = arm("low", np.arange(1, n + 1), True)
+    but_one = every.assign(arm="b", exploded=every.seed < n - 1)
+    table = compare_arms(pd.concat([every, but_one]), "low")
+    half = (n + 1) // 2
+    assert table["median"][0] == half
+    assert table["median"][1] == (half if n > 1 else np.inf)
+
+
+def test_few_seeds_do_not_bound_the_median():
+    """All of three can explode before the median with probability 1/8, of one with 1/2."""
+    for n in (1, 3):
+        row = compare_arms(pd.concat([LOW[:n], FIXED]), "low").iloc[0]
+        assert row.low == 2100 and row.high == np.inf and row.time.endswith("not reached]")
+
+
+def test_fisher_is_the_count_over_all_splits():
+    """All ways to deal 8 explosions to 16 runs; those as unlikely as what was seen."""
+    table = compare_arms(pd.concat([LOW, FIXED]), "low")
+    ways = [sum(i < 8 for i in chosen) for chosen in combinations(range(16), 8)]
+    assert len(ways) == comb(16, 8)
+    assert table.p[1] == pytest.approx(sum(k in (0, 8) for k in ways) / len(ways), rel=1e-9)
+    assert table.horizon[1] == 6500 and table.n.tolist() == [8, 8]
+    assert table.exploded.tolist() == [8, 0] and np.isnan(table.p[0])
+
+
+def test_prevents_needs_eight_seeds_and_a_base_that_explodes():
+    def verdict(base, other):
+        return compare_arms(pd.concat([base, other]), "low").verdict[1]
+
+    spared = LOW.assign(exploded=LOW.seed > 0, duration=np.where(LOW.seed > 0, LOW.duration, 6500))
+    half = LOW.assign(exploded=LOW.seed > 3, duration=np.where(LOW.seed > 3, LOW.duration, 6500))
+    assert verdict(LOW, FIXED) == verdict(spared, FIXED) == "prevents"
+    assert verdict(half, FIXED) == "not seen in 8"
+    assert verdict(LOW, FIXED[:7]) == "not seen in 7"
+    assert verdict(LOW[:7], FIXED) == "not seen in 8"
+    one = FIXED.assign(exploded=FIXED.seed == 3)
+    assert verdict(LOW, one) == "seen in 1 of 8"
+
+
+def test_an_arm_that_was_not_followed_long_enough_prevents_nothing():
+    short = FIXED.assign(duration=[1000] + [6500] * 7)
+    row = compare_arms(pd.concat([LOW, short]), "low").iloc[1]
+    assert (row.horizon, row.p, row.verdict) == (1000, 1.0, "not seen in 8")
+    late = FIXED.assign(duration=2750)
+    row = compare_arms(pd.concat([LOW, late]), "low").iloc[1]
+    assert row.p == pytest.approx(scipy.stats.fisher_exact([[7, 1], [0, 8]]).pvalue)
+    assert row.verdict == "prevents", "7 of 8 had exploded by then"
+
+
+def test_holm_by_hand():
+    np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
+    np.testing.assert_allclose(holm([0.6, 0.7]), [1.0, 1.0])
+    assert holm([0.02]) == [0.02]
+
+
+def test_the_arms_named_are_what_is_corrected_for():
+    others = [FIXED.assign(arm=name) for name in ("a", "b", "c")]
+    table = pd.concat([LOW, *others])
+    every, one = compare_arms(table, "low"), compare_arms(table, "low", ["b"])
+    assert list(every.arm) == ["low", "a", "b", "c"] and list(one.arm) == ["low", "b"]
+    np.testing.assert_allclose(every.p_holm[1:], 3 * every.p[1:])
+    assert one.p_holm[1] == one.p[1]
+
+
+def test_when_nothing_or_everything_explodes():
+    never = pd.concat([FIXED.assign(arm="low"), FIXED])
+    always = pd.concat([LOW, LOW.assign(arm="other")])
+    for test in ("fisher", "logrank"):
+        assert compare_arms(never, "low", test=test).p[1] == 1.0
+        assert compare_arms(always, "low", test=test).p[1] == pytest.approx(1.0)
+    single = compare_arms(pd.concat([LOW[:1], FIXED[:1]]), "low")
+    assert single.p[1] == 1.0 and single.verdict[1] == "not seen in 1"
+    assert kaplan_meier(arm("low", [0, 5], [True, False])).survival.tolist()[-1] == 0.5
+
+
+def test_the_recorded_campaign():
+    table = runs.load_runs("explosion")
+    done = compare_arms(table, "low", ["o_fp32", "fa2"]).set_index("arm")
+    assert done.n.to_dict() == {"low": 3, "o_fp32": 3, "fa2": 2}
+    assert not done.verdict.str.contains("prevents").any(), "three seeds are too few"
+    curve = kaplan_meier(table)
+    assert set(curve.arm) == {"low", "o_fp32", "fa2"} and (curve.survival <= 1).all()
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda t: compare_arms(t, "lwo"), "no arm 'lwo'; take one of low, fixed"),
+        (lambda t: compare_arms(t, "low", ["low"]), "other arm than the base"),
+        (lambda t: compare_arms(t, "low", []), "at least one other"),
+        (lambda t: compare_arms(t, "low", test="t"), "fisher or logrank"),
+        (lambda t: compare_arms(pd.concat([t, t]), "low"), "seed 0 twice"),
+        (lambda t: kaplan_meier(t.drop(columns="duration")), "no column duration"),
+    ],
+)
+def test_mistakes(call, says):
+    with pytest.raises(UserError, match=says):
+        call(pd.concat([LOW, FIXED]))
+
+
+def test_unfinished_runs_are_not_in_the_table(tmp_path):
+    import shutil
+
+    source = runs.data_root() / "runs" / "explosion" / "low-seed1"
+    shutil.copytree(source, tmp_path / "low-seed1")
+    shutil.copytree(source, tmp_path / ".low-seed2.part")
+    assert list(runs.load_runs(tmp_path).name) == ["low-seed1"]
