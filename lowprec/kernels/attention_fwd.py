@@ -217,7 +217,7 @@ def rounding_block(
 
     if L_FLOOR > 0:
         sees = (o_q >= first) if CAUSAL else (o_q >= 0)
-        b_total = tl.where(sees, tl.maximum(b_total, L_FLOOR), b_total)
+        b_total = tl.where(sees & (b_total < L_FLOOR), L_FLOOR, b_total)  # NaN stays NaN
     b_l = round_site(b_alpha * b_l + b_total, L, who, o_q, j, NATIVE)
     b_l_shadow = b_alpha * b_l_shadow + b_total
     if O_ACC == 0:
