@@ -36,9 +36,9 @@ def every(site):
     return PrecisionPolicy(**dict.fromkeys(SITES, site))
 
 
-def inputs_on(device, name="normal", n=150, d=64, **how):
-    """q, k, v, do: one head of n rows for the interpreter; on a GPU six of 1000, so that all tests
-    there share compiled kernels."""
+def inputs_on(device, name="normal", n=100, d=64, **how):
+    """q, k, v, do: one head of n rows for the interpreter, which takes up to 128 at once; on a GPU
+    six heads of 1000, so that all tests there share compiled kernels."""
     shape = (1, 1, n, d) if device == "cpu" else (2, 3, max(n, 1000), d)
     return family(name, shape, device=device, **how)
 
@@ -59,26 +59,34 @@ def run(q, k, v, do, policy, tile=None, causal=True, scale=None, seed=0):
 
 
 def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=0):
-    """What of `got` does not agree with the emulation of this policy, in words."""
+    """What of `got` does not agree with the emulation of this policy, in words.
+
+    Left out are rows whose sum has underflowed (only a shift brings that about), and dk and dv of
+    their heads: exp2 flushes what is below 2^-126, which for the other rows is under FP32 noise.
+    """
     q, k, v, do = inputs
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     t = emulate(q, k, v, policy, tile, do, causal, scale, seed)
     exact = oracle(q, k, v, causal, scale, do=do)
     noise, flipped = (bounds(t, *inputs, policy, tile, scale, flips) for flips in (False, True))
-    wrong = []
+    rows = t.l >= 2.0**-126 / U
+    heads = rows.all(-1, keepdim=True).expand_as(rows)
+    wrong = [] if rows.double().mean() > 0.9 else ["l: underflows in more than a tenth of the rows"]
     for name in NAMES:
-        wanted = getattr(t, name).double()
-        distance = (getattr(got, name).double() - wanted).abs()
-        if not (distance <= flipped[name]).all():
-            wrong.append(f"{name}: {(distance / flipped[name]).max():.3g} of its bound")
-        share = (distance > noise[name]).double().mean()
+        compared = heads if name in ("dk", "dv") else rows
+        value, wanted = (getattr(x, name)[compared].double() for x in (got, t))
+        within, far = noise[name][compared], flipped[name][compared]
+        distance = (value - wanted).abs()
+        if not (distance <= far).all():
+            wrong.append(f"{name}: {(distance / far).max():.3g} of its bound")
+        share = (distance > within).double().mean()
         if share > SHARE:
             wrong.append(f"{name}: {share:.3f} of the elements beyond FP32 noise")
         truth = getattr(exact, {"o_fp32": "o"}.get(name, name), None)
         if truth is None:
             continue
-        error, of_emulate = ((x - truth).norm() for x in (getattr(got, name).double(), wanted))
-        if not error <= 2 * of_emulate + noise[name].norm():
+        error, of_emulate = ((x - truth[compared]).norm() for x in (value, wanted))
+        if not error <= 2 * of_emulate + within.norm():
             wrong.append(f"{name}: {error / of_emulate:.3g} times the error of emulate")
     if (share := (got.ties != t.ties).double().mean()) > SHARE:
         wrong.append(f"ties: {share:.3f} of the rows")
@@ -130,7 +138,7 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
 
     p = torch.where(seen, (t.s - t.lse[..., None]).exp(), 0.0)
     argument = of_s + of["lse"][..., None] + 4 * U * (s + t.lse.abs()[..., None] + 1)
-    of_p = p * torch.expm1(argument)
+    of_p = p * torch.expm1(argument) + 2.0**-126  # below it exp2 gives 0
     of_dp = sum_noise(q.shape[3]) * (do @ v.mT)
     of_dp = of_dp + moved("dp", t.dp.abs() + of_dp)
     of["delta_o"] = row_sum(t.o, of["o"], "dodo")

@@ -327,6 +327,12 @@ def test_settings_that_cannot_be(tmp_path, changes, word):
     assert not any(tmp_path.iterdir())
 
 
+def test_every_committed_campaign_can_be_started():
+    for file in (runs.data_root() / "runs").glob("*/campaign.yaml"):
+        for job in campaign.load_campaign(file):
+            job.config.model()
+
+
 CAMPAIGN = """
 question: q
 predictions: [p]
@@ -358,7 +364,9 @@ def test_a_campaign_without_tokens_starts_nothing(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["campaign.yaml"]
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in (runs.data_root() / "runs").iterdir()))
+@pytest.mark.parametrize(
+    "name", sorted({p.parts[-3] for p in (runs.data_root() / "runs").glob("*/*/run.json")})
+)
 def test_recorded_runs_are_those_that_the_campaign_asks_for(name):
     """A campaign may still lack runs; what is there has the committed configuration."""
     jobs = {

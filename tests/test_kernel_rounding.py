@@ -1,0 +1,243 @@
+"""What every kernel is made of: rounding sites bit by bit, split products, and native code.
+
+The compiled code is looked at on a machine without a GPU: the very arguments of a launch go to the
+compiler for Hopper, in a process that does not interpret.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from kernel_checks import DEVICES, sum_noise
+
+from lowprec.formats import ROUNDINGS, Format, keyed_bits, round_to
+from lowprec.kernels import launch
+from lowprec.kernels.rounding import dot, round_site, site_code
+from lowprec.policy import SITES, PrecisionPolicy
+
+# NumPy, which is behind the interpreter, remarks on every infinity and NaN that a case is about.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+FORMATS = ("bf16", "fp16", "e8m1", "e8m4", "e8m10", "e8m22")
+COLUMNS = 256
+
+
+@triton.jit
+def round_kernel(
+    p_x, p_y, n, seed, batch, head,
+    CODE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """y = x (n,) as the site stores it; x is row after row of COLUMNS elements."""
+    o_x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b_x = tl.load(p_x + o_x, mask=o_x < n)
+    who = (seed, tl.cast(batch, tl.int64), tl.cast(head, tl.int64))
+    b_y = round_site(b_x, CODE, who, o_x // COLUMNS, o_x % COLUMNS, NATIVE)
+    tl.store(p_y + o_x, b_y, mask=o_x < n)
+
+
+def bit_patterns(fmt):
+    """float32: random bits, subnormals of both formats, the ends of the range, and for numbers of
+    the format the halfway points with their neighbours."""
+    g = torch.Generator().manual_seed(0)
+    random = torch.randint(-(2**31), 2**31, (1 << 12,), generator=g).int().view(torch.float32)
+    near = random.sign() * random.abs().clamp(2.0**-30, 2.0**17)  # the range of FP16
+    small = torch.randint(0, 2**24, (1 << 11,), generator=g).int().view(torch.float32)
+    subnormal = torch.rand(1 << 11, generator=g) * 4 * fmt.min_normal
+    ends = torch.tensor(
+        [0.0, 1.0, 2.0**-126, 2.0**-149, 3e38, 3.4028235e38, 65504, 65519.99, 65520]
+    )
+    ends = torch.cat(
+        [ends, torch.tensor([2.0**-24, 2.0**-25, 2.0**-14, 65536, torch.inf, torch.nan])]
+    )
+    start = torch.cat([random, near, small, subnormal, ends])
+    down = round_to(start, fmt, "toward_zero").double()
+    nudged = start.abs().double() + (0.75 * 2.0**-fmt.significand_bits * start.abs()).double()
+    up = round_to(nudged.float(), fmt, "nearest_away").double().abs().copysign(down)
+    middle = ((down + up) / 2).float()
+    bits = middle.view(torch.int32)
+    beside = [(bits + step).view(torch.float32) for step in (-1, 1)]
+    x = torch.cat([start, down.float(), middle, *beside])
+    return torch.cat([x, -x])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_sites_round_as_formats_do(device, fmt, rounding):
+    """Bit by bit, the sign of zero included; a NaN is a NaN. Stochastic words are `keyed_bits`."""
+    site = SITES[FORMATS.index(fmt)]
+    code = site_code(PrecisionPolicy(**{site: f"{fmt}:{rounding}"}), site)
+    x = bit_patterns(Format.parse(fmt))
+    seed, batch, head = 12345, 3, 70_001
+    at = torch.arange(len(x))
+    words = keyed_bits(seed, SITES.index(site), batch, head, at // COLUMNS, at % COLUMNS)
+    wanted = round_to(x, fmt, rounding, bits=words if rounding == "stochastic" else None)
+    x, got = x.to(device), torch.full_like(x, 7.0, device=device)
+    grid = (triton.cdiv(len(x), 4096),)
+    native = launch.NATIVE
+    round_kernel[grid](x, got, len(x), seed, batch, head, code, COLUMNS, 4096, native)
+    got = got.cpu()
+    same = (got.view(torch.int32) == wanted.view(torch.int32)) | (got.isnan() & wanted.isnan())
+    bad = (~same).nonzero().flatten()[:5]
+    assert same.all(), [(x[i].item(), got[i].item(), wanted[i].item()) for i in bad]
+
+
+def test_bit_patterns_hold_the_hard_cases():
+    """Halfway points, subnormals, overflow, infinities and NaN are there, for every format."""
+    for fmt in map(Format.parse, FORMATS):
+        x = bit_patterns(fmt)
+        even, away = (round_to(x, fmt, mode).double() for mode in ("nearest_even", "nearest_away"))
+        assert (even != away).sum() > 1000, fmt.name  # these only differ halfway
+        assert ((x.abs() < fmt.min_normal) & (x != 0)).sum() > 1000, fmt.name
+        assert x.isnan().any() and x.isinf().any() and (even.isinf() & x.isfinite()).any(), fmt.name
+
+
+@triton.jit
+def dot_kernel(p_a, p_b, p_c, PIECES: tl.constexpr, N: tl.constexpr):
+    o_row, o_col = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    b_a, b_b = tl.load(p_a + o_row * N + o_col), tl.load(p_b + o_row * N + o_col)
+    b_c = dot(b_a, b_b, tl.zeros([N, N], tl.float32), PIECES, True)
+    tl.store(p_c + o_row * N + o_col, b_c)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pieces", [2, 3])
+@pytest.mark.parametrize("a", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("b", ["float32", "float16", "bfloat16"])
+def test_products_of_pieces(pieces, a, b):
+    """The accuracy that `dot` states for each operand, over what FP32 sums lose anyway."""
+    n = 64
+    g = torch.Generator("cuda").manual_seed(0)
+    types = [getattr(torch, x) for x in (a, b)]
+    x, y = (torch.randn(n, n, generator=g, device="cuda").to(t) for t in types)
+    c = torch.empty(n, n, device="cuda")
+    dot_kernel[(1,)](x, y, c, pieces, n)
+    x, y = x.double(), y.double()
+    lost = sum(2.0**-17 if pieces == 2 else 2.0**-24 for t in types if t == torch.float32)
+    left_out = 2.0**-24 * 3  # three products of pieces at most
+    bound = (lost + left_out + sum_noise(n)) * (x.abs() @ y.abs())
+    assert ((c.double() - x @ y).abs() <= bound).all()
+
+
+COMPILE = """
+import json, re, subprocess, sys, tempfile, torch, triton
+from triton.backends.compiler import GPUTarget
+from lowprec.kernels import launch
+from lowprec.policy import PrecisionPolicy
+
+class Hopper:
+    get_current_device = get_current_stream = lambda self, *_: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+class Compiled:
+    "Compiles a kernel for the arguments of its launch, and does not launch it."
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        def launch(*args, **how):
+            asm = dict(self.kernel.warmup(*args, grid=grid, **how).asm)
+            with tempfile.NamedTemporaryFile() as file:  # asm["sass"] ends after 64 KiB
+                file.write(asm["cubin"])
+                file.flush()
+                command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+                asm["sass"] = subprocess.run(command, capture_output=True, text=True).stdout
+            row = dict(kernel=self.kernel.__name__)
+            for language, patterns in job["count"].items():
+                row |= {k: len(re.findall(p, asm[language])) for k, p in patterns.items()}
+            rows.append(row)
+        return launch
+
+job, rows = json.load(sys.stdin), []
+triton.runtime.driver.set_active(Hopper())
+launch.check_tensors = lambda *_: None  # the tensors are on the CPU
+for module in (launch.fwd, launch.bwd):
+    for name in [name for name in vars(module) if name.endswith("_kernel")]:
+        setattr(module, name, Compiled(getattr(module, name)))
+p = PrecisionPolicy.parse(job["policy"])
+tile, scale, probe = (job[name] for name in ("tile", "scale", "probe"))
+q = torch.zeros(2, 3, job["n"], job["head_dim"], dtype=getattr(torch, job["dtype"]))
+_, o, o_fp32, lse, ties = launch.forward(q, q, q, p, True, scale, tile, 0, True, True, probe)
+launch.backward(q, q, q, q, o, o_fp32, lse, ties, p, True, scale, tile, 0, probe)
+print(json.dumps(rows))
+"""
+COUNT = {
+    "ptx": {
+        "sm_90": r"\.target sm_90a",
+        "wgmma": r"wgmma\.mma_async",
+        "tf32": r"tf32",
+        "fma": r"\bfma\.rn\.f32",  # log's own polynomial is fma.rn.ftz
+        "may fuse": r"\b(?:add|sub|mul)\.f32",  # .rn forbids the assembler to fuse them
+        "exp2": r"\bex2\.approx",
+    },
+    "sass": {"HGMMA": r"\bHGMMA\.", "HMMA": r"\bHMMA\.", "FFMA": r"\bFFMA\b"},
+}
+PRESETS = [
+    ("ALL_FP32", None), ("FA2", None), ("PAPER", None), ("LOW", None), ("RELEASED", 512),
+    ("PAPER+shift=beta(beta=7)", None),
+    *((f"LOW+delta_from={source}", None) for source in ("o_fp32", "o_split", "dp")),
+]  # fmt: skip
+NATIVE = [
+    pytest.param("FA2", None, 64, dict(probe=False), id="FA2-64-without-probe"),
+    *(
+        pytest.param(policy, tile, d, {}, id=f"{policy}-{d}", marks=pytest.mark.slow)
+        for policy, tile in PRESETS
+        for d in (64, 128)
+    ),
+    *(
+        pytest.param(policy, tile, 64, how, id=f"{policy}-{tile}-{how}", marks=pytest.mark.slow)
+        for policy, tile, how in [
+            ("ALL_FP32", None, dict(n=200, dtype="float32")),
+            ("LOW", 128, dict(dtype="float16")),
+            ("RELEASED", 64, dict(n=200)),
+            ("LOW", None, dict(scale=0.1)),
+            ("LOW+s=bf16:stochastic+p=fp16:stochastic+shift=dither(amplitude=1)", 64, {}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("policy,tile,d,how", NATIVE)
+def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
+    """Matmuls are the tensor cores', none in TF32. No product and sum are fused but those that the
+    source names: one for each probability whose score is FP32 or scaled by a power of two. The
+    forward's machine code has more, inside division and log."""
+    job = dict(n=1024, head_dim=d, scale=d**-0.5, dtype="bfloat16", probe=True) | how
+    job |= dict(policy=policy, tile=tile, count=COUNT)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], input=json.dumps(job),
+        text=True, capture_output=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout)
+    assert len(rows) == 3
+    fused = job["scale"] == 0.125 or PrecisionPolicy.parse(policy).s.is_fp32
+    for row in rows:
+        assert row["sm_90"] == 1 and row["wgmma"] > 0, row
+        assert row["HGMMA"] == row["wgmma"] and row["HMMA"] == row["tf32"] == 0, row
+        assert row["may fuse"] == 0, row
+        if (
+            row["kernel"] == "attention_fwd_kernel"
+        ):  # a thread rescales two rows, in one or two loops
+            assert row["exp2"] - row["fma"] in (2, 4) if fused else row["fma"] == 0, row
+        else:
+            assert row["FFMA"] == row["fma"] == fused * row["exp2"], row
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_every_entry_of_the_block_table_is_used(d, monkeypatch):
+    """An entry "kernel tile" or "kernel tiled" is what that kernel takes for that tile."""
+    monkeypatch.setattr(launch, "NATIVE", True)
+    for name, (bm, bn, warps, *_) in launch.HARDWARE["sm_90"][d].items():
+        kernel, _, tile = name.partition(" ")
+        tile = int(tile) if tile.isdigit() else 256 if tile else 0
+        sizes = launch.blocks(kernel, d, 4096, tile, torch.bfloat16)
+        assert (sizes["BM"], sizes["BN"], sizes["num_warps"]) == (bm, bn, warps), name
