@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,12 +200,7 @@ def _write(path: Path, content: bytes):
             f"{MAX_BYTES / 1e6:.0f}; take fewer sequences, then fewer heads"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    runs.write_atomic(path, lambda file: file.write(content))
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,8 @@ class Recorder:
 
     def line(self) -> str:
         """The state of the run in a few words, for the progress bar."""
-        return f"loss={self.metrics[-1][1]:.3f}"
+        rate = self.speed()["tokens_per_second"]
+        return f"loss={self.metrics[-1][1]:.3f}, {rate:,} tokens/s"
 
     def should_stop(self) -> str | None:
         """Why the run ends now, or None."""
@@ -177,7 +178,7 @@ class Recorder:
                 table = table.astype({"step": "int32", "layer": "int16", "head": "int16"})
                 write_table(self.part / f"{name}.parquet", table)
         text = json.dumps(self.info, indent=1) + "\n"
-        write_atomic(self.part / "run.json", lambda file: file.write(text.encode()))
+        runs.write_atomic(self.part / "run.json", lambda file: file.write(text.encode()))
 
     def checkpoint(self, model, optimizer):
         """Everything that the next step depends on, in one file."""
@@ -192,7 +193,7 @@ class Recorder:
             onset=[torch.from_numpy(p) for p in self.onset],
             recent=[torch.from_numpy(p) for p in self.recent],
         )  # fmt: skip
-        write_atomic(self.part / "checkpoint.pt", lambda file: torch.save(state, file))
+        runs.write_atomic(self.part / "checkpoint.pt", lambda file: torch.save(state, file))
 
     def restore(self, model, optimizer):
         """Put everything where the checkpoint of an unfinished run left it."""
@@ -336,22 +337,4 @@ def write_table(path: Path, table: pd.DataFrame) -> None:
         use_dictionary=[name for name in table if name not in floats],
         column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
     )  # fmt: skip
-    write_atomic(path, lambda file: file.write(data.getvalue()))
-
-
-def write_atomic(path: Path, write) -> None:
-    """Call `write(open file)`, then give the file its name; an earlier one stays until then."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UserError(
-            f"cannot write {path}: {reason}; what was written before is still there"
-        ) from None
+    runs.write_atomic(path, lambda file: file.write(data.getvalue()))

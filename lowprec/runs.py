@@ -10,6 +10,7 @@ What happened to a run is decided here and nowhere else, by `find_explosion`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -224,6 +225,24 @@ def at_root(path: str | Path) -> Path:
     """A path as given if it exists, else relative to the repository's root."""
     path = Path(path)
     return path if path.exists() or path.is_absolute() else repo_root() / path
+
+
+def write_atomic(path: Path, write) -> None:
+    """Call `write(open file)`, then give the file its name; an earlier one stays until then."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"cannot write {path}: {reason}; what was written before is still there"
+        ) from None
 
 
 def sha256(path: Path) -> str:
