@@ -183,6 +183,7 @@ class Recorder:
     def checkpoint(self, model, optimizer):
         """Everything that the next step depends on, in one file."""
         self.collect()
+        self.flush("running")
         if self.group.rank:
             return
         state = dict(
@@ -227,7 +228,7 @@ class Recorder:
         goes_on = "nothing goes on from there, since checkpoint_every is 0"
         if self.config.checkpoint_every:
             self.checkpoint(model, optimizer)
-            goes_on = "resumed, it goes on from there"
+            goes_on = "with --resume, or started again by its campaign, it goes on from there"
         raise UserError(
             f"{self.name} was stopped after {self.step} steps, see {self.part}; {goes_on}"
         )
@@ -258,7 +259,13 @@ class Specimens:
         self.recorder, self.model, self.config = recorder, model, recorder.config
         self.amp, self.draw_seed = amp, draw_seed
         self.folder = recorder.part / "captures"
-        self.window, self.rolling = None, []
+        self.window = None
+        asked = {self._path(step) for step in self.config.capture_at}
+        made = set(self.folder.glob("step-*")) if self.config.capture_every else set()
+        self.rolling = sorted(made - asked)  # by a run that is resumed here
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.safetensors"
 
     def before_step(self, step: int, batches):
         c = self.config
@@ -267,7 +274,8 @@ class Specimens:
         if step in c.capture_at:
             self._capture(step, batches)
         elif c.capture_every and step % c.capture_every == 0:
-            self.rolling.append(self._capture(step, batches))
+            made = self._capture(step, batches)
+            self.rolling = [path for path in self.rolling if path != made] + [made]
             rising = runs.find_explosion(self.recorder.losses()) is not None
             while len(self.rolling) > c.capture_keep and not rising:
                 self.rolling.pop(0).unlink()
@@ -278,14 +286,15 @@ class Specimens:
 
     def _capture(self, step: int, batches) -> Path:
         """Capture one layer on the first micro-batch."""
-        c = self.config
+        c, path = self.config, self._path(step)
+        if path.exists():  # made before the run was interrupted, from the same weights
+            return path
         layers = None if c.capture_layer is None else [c.capture_layer]
         seen = self._observe(step, batches, 0, layers)
         layer, head, sequence = capture.suspect(seen)
-        path = self.folder / f"step-{step:06d}.safetensors"
         self.folder.mkdir(exist_ok=True)
-        info = {k: v for k, v in self.recorder.info.items() if k != "config"}
-        info |= dict(step=step, config=self.recorder.info["config"])
+        kept = ("name", "arm", "config", "data_sha256", "hardware", "versions", "commit")
+        info = {name: self.recorder.info[name] for name in kept} | dict(step=step)
         capture.save(path, seen, self.model, layer, c.capture_heads or (head,), (sequence,), info)
         return path
 
@@ -318,6 +327,8 @@ class Specimens:
         if end == "completed" and runs.find_explosion(self.recorder.losses()) is None:
             while self.rolling:
                 self.rolling.pop().unlink()
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
 
 
 def weights_sha256(model) -> str:

@@ -125,22 +125,25 @@ class Run:
     def summary(self) -> str:
         """What happened, on less than a screen."""
         info, config, e = self.info, self.info["config"], self.explosion
-        mean = window_mean(self.metrics.loss)
+        mean, last = window_mean(self.metrics.loss), min(WINDOW, len(self.metrics))
         exploded = "none"
         if e is not None:
             sure = "confirmed" if e.confirmed else f"seen for less than {PATIENCE} steps"
             exploded = f"at step {e.onset:,}, {sure}"
-        norm = self.metrics.grad_norm.tail(WINDOW).median()
+        norm = self.metrics.grad_norm.tail(last).median()
+        layers = "".join(f", {k}: {v}" for k, v in config.get("layers", {}).items())
         used = f", {info['mfu']:.0%} of the peak rate" if "mfu" in info else ""
+        captures = len(list(self.path.glob("captures/*.safetensors")))
         return "\n".join((
             f"{self.path}: {info['ended']} after {info['steps']:,} steps, {info['seconds']:,.0f} s",
-            f"  arm        {info['arm']}, seed {self.seed}: {self.policy}",
+            f"  arm        {info['arm']}, seed {self.seed}: {self.policy}{layers}",
             f"  model      {config['n_layer']} layers, {config['n_head']} heads, "
             f"{config['n_embd']} wide; {config['batch_size']} x {config['block_size']} tokens/step",
-            f"  loss       {mean[-1]:.4f} over the last {WINDOW} steps, {mean.min():.4f} at best",
-            f"  gradient   norm {norm:.3g} over the last {WINDOW} steps, median",
+            f"  loss       {mean[-1]:.4f} over the last {last} steps, {mean.min():.4f} at best",
+            f"  gradient   norm {norm:.3g}, median of the last {last} steps",
             f"  explosion  {exploded}",
             f"  speed      {info['tokens_per_second']:,} tokens/s{used}",
+            *([f"  captures   {captures}"] if captures else []),
         ))  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class TrainConfig:
     data: str = "shards/pysource"
     """a token shard or a folder of shards, see `lowprec data prepare`"""
     steps: int = 6500
+    """updates of the weights"""
     stop_after_explosion: int | None = 1000
     """steps to go on after the onset of a confirmed explosion; None never stops"""
     batch_size: int = 32
@@ -52,6 +53,7 @@ class TrainConfig:
     micro_batch: int | None = None
     """sequences a process has in memory at once; None is its whole share"""
     block_size: int = 1024
+    """tokens of a sequence"""
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -74,8 +76,11 @@ class TrainConfig:
     logit_softcap: float = 0.0
     """c of c tanh(logits / c) on the output logits; 0 is off"""
     impl: str = "auto"
+    """who computes attention: triton, emulate, oracle, sdpa; auto is triton on a GPU"""
     tile: int | None = None
+    """keys of a rounding block; None is the whole row"""
     probe_every: int = 50
+    """steps between probes"""
     checkpoint_every: int = 0
     """steps between checkpoints, from which an unfinished run goes on; 0 is never"""
     capture_at: tuple[int, ...] = ()
@@ -83,6 +88,7 @@ class TrainConfig:
     capture_every: int = 0
     """capture every so many steps, and keep the last capture_keep if the run explodes; 0 is off"""
     capture_keep: int = 4
+    """captures that capture_every keeps"""
     capture_layer: int | None = None
     """the layer to capture; None takes the one with the largest error of W_Q's gradient"""
     capture_heads: tuple[int, ...] = ()
@@ -90,6 +96,7 @@ class TrainConfig:
     window: tuple[int, int] | None = None
     """steps FIRST LAST in which the error of W_Q's gradient is measured at every step"""
     device: str = "auto"
+    """cuda, cpu; auto is a GPU if there is one"""
     compile: bool | None = None
     """torch.compile everything but attention; None means on CUDA"""
     amp: bool | None = None
@@ -102,10 +109,28 @@ class TrainConfig:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise UserError(f"micro_batch={self.micro_batch} must be at least 1, or None")
-        if self.window is not None and not 0 <= self.window[0] <= self.window[1]:
-            raise UserError(f"window={self.window} must be two steps, the first one first")
-        if self.window is not None and self.checkpoint_every:
-            raise UserError("a window is one uninterrupted run; set checkpoint_every=0")
+        self._check_captures()
+
+    def _check_captures(self):
+        """What would otherwise fail, or do nothing, at some late step."""
+        if any(not 0 <= step < self.steps for step in self.capture_at):
+            raise UserError(f"capture_at={self.capture_at} must be steps below steps={self.steps}")
+        if self.capture_keep < 1:
+            raise UserError(f"capture_keep={self.capture_keep} must be at least 1")
+        if not 0 <= (self.capture_layer or 0) < self.n_layer:
+            raise UserError(f"capture_layer={self.capture_layer} is none of {self.n_layer} layers")
+        if any(not 0 <= head < self.n_head for head in self.capture_heads):
+            raise UserError(f"capture_heads={self.capture_heads} must be below {self.n_head}")
+        if self.window is not None:
+            first, last = self.window
+            if not 0 <= first <= last < self.steps:
+                raise UserError(
+                    f"window={self.window} must be a first and a last step below {self.steps}"
+                )
+            if self.checkpoint_every:
+                raise UserError("a window is one uninterrupted run; set checkpoint_every=0")
+        if self.impl == "sdpa" and (self.capture_at or self.capture_every or self.window):
+            raise UserError("impl='sdpa' shows no intermediates to capture; take impl='triton'")
 
     def model(self) -> GPTConfig:
         names = {f.name for f in dataclasses.fields(GPTConfig)} & set(vars(self))

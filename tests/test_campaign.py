@@ -41,9 +41,12 @@ def file(tmp_path, monkeypatch):
 
 
 def command(file, *words, **kwargs):
+    """The command line in a process of its own, which heeds Ctrl-C even where the tests run in the
+    background of a shell, which has its jobs ignore it."""
     return subprocess.Popen(
         [sys.executable, "-m", "lowprec", "campaign", str(file), *words], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), **kwargs,
     )  # fmt: skip
 
 

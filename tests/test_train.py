@@ -175,7 +175,9 @@ def files(folder):
 
 def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     """Stopped between two probes, after a checkpoint, by a signal that comes in step 5."""
-    config = small(policy="LOW", steps=8, probe_every=4, checkpoint_every=3)
+    config = small(
+        policy="LOW", steps=8, probe_every=4, checkpoint_every=3, capture_at=(4,), capture_every=2
+    )
     whole = train(config, tmp_path / "a")
     measured = Recorder.measured
 
@@ -198,7 +200,13 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     resumed = train(config, tmp_path / "b", resume=True)
     assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
     assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
-    assert sorted(files(tmp_path / "b")) == ["metrics.parquet", "probes.parquet", "run.json"]
+    assert [p.name for p in sorted((tmp_path / "b").iterdir())] == [
+        "captures", "metrics.parquet", "probes.parquet", "run.json"
+    ]  # fmt: skip
+    name = "captures/step-000004.safetensors"
+    a, b = (Capture.load(tmp_path / run / name).tensors for run in "ab")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert list(files(tmp_path / "b/captures")) == ["step-000004.safetensors"]
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
@@ -216,9 +224,11 @@ def _forever(folder):
 
 def test_killed_at_random_moments_a_run_keeps_its_last_flush(tmp_path):
     """20 times SIGKILL: the folder reads, has every step up to the last flush, and no gap."""
-    draw, fork, kept = random.Random(0), multiprocessing.get_context("fork"), 0
+    draw, kept = random.Random(0), 0
+    server = multiprocessing.get_context("forkserver")  # has no threads, so that its forks work
+    server.set_forkserver_preload(["lowprec.train", "lowprec.capture", "pyarrow.parquet", "pytest"])
     for i in range(20):
-        process = fork.Process(target=_forever, args=(tmp_path / str(i),))
+        process = server.Process(target=_forever, args=(tmp_path / str(i),))
         process.start()
         part = tmp_path / f".{i}.part"
         while not (part / "run.json").exists():
@@ -318,8 +328,11 @@ def test_the_rolling_captures_before_an_explosion_stay(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "changes,word",
-    [(dict(window=(5, 2)), "window"), (dict(window=(0, 1), checkpoint_every=2), "uninterrupted"),
-     (dict(layers={"7": "LOW"}), "layers: '7'"), (dict(micro_batch=0), "micro_batch=0")],
+    [(dict(window=(3, 2)), "window"), (dict(window=(0, 1), checkpoint_every=2), "uninterrupted"),
+     (dict(window=(0, 9)), "below 4"), (dict(layers={"7": "LOW"}), "layers: '7'"),
+     (dict(micro_batch=0), "micro_batch=0"), (dict(capture_at=(4,)), "capture_at"),
+     (dict(capture_layer=5), "capture_layer=5"), (dict(capture_heads=(2,)), "capture_heads"),
+     (dict(capture_keep=0), "capture_keep=0"), (dict(impl="sdpa", capture_at=(1,)), "sdpa")],
 )  # fmt: skip
 def test_settings_that_cannot_be(tmp_path, changes, word):
     with pytest.raises(UserError, match=word):
