@@ -57,7 +57,7 @@ class Recorder:
         )  # fmt: skip
         if group.rank == 0:
             self.part.mkdir(parents=True, exist_ok=True)
-        self.step = 0  # steps done
+        self.step = self.flushed = 0  # steps done, steps written
         self.pending, self.metrics, self.probes = [], [], []
         self.recent = deque(maxlen=max(runs.PATIENCE + BEFORE, 2 * config.probe_every) + 200)
         self.onset = []
@@ -157,6 +157,7 @@ class Recorder:
 
     def flush(self, ended: str, model=None):
         """Write the folder; what the last flush wrote stays if this one fails."""
+        self.flushed = self.step
         if self.group.rank:
             return
         self.seconds, self.clock = self.seconds + time.time() - self.clock, time.time()
@@ -183,7 +184,8 @@ class Recorder:
     def checkpoint(self, model, optimizer):
         """Everything that the next step depends on, in one file."""
         self.collect()
-        self.flush("running")
+        if self.step > self.flushed:
+            self.flush("running")
         if self.group.rank:
             return
         state = dict(

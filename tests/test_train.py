@@ -241,7 +241,7 @@ def test_killed_at_random_moments_a_run_keeps_its_last_flush(tmp_path):
         run = runs.load_run(part)
         assert len(run.metrics) == run.info["steps"] >= flushed
         assert list(run.metrics.step) == list(range(len(run.metrics)))
-        assert run.probes.step.max() == run.info["steps"] - 1
+        assert run.probes.step.max() >= run.info["steps"] - 2, "a probe every 2 steps"
         if (part / "checkpoint.pt").exists():
             kept += torch.load(part / "checkpoint.pt", weights_only=True)["step"]
     assert kept > 0
