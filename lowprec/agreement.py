@@ -4,17 +4,20 @@ Two implementations of one policy order FP32 sums differently and have another e
 rounding their numbers differ by FP32 noise; after it most are the same number, and a few are
 neighbours, one ulp of the site's format apart. Such a flip happens with a chance of about noise
 over ulp. It follows what can be asked of another machine: few elements differ at all, and none by
-more than flips at every rounding can do.
+more than flips at every rounding can do. `forward_bounds` carries both through attention to first
+order; the tests of the kernels go on from there through the backward.
 """
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import torch
 
 from lowprec.formats import FP32, Format, ulp
 
+U = FP32.unit_roundoff
 SHARE = 1 / 64
 """How many elements of o may differ. Between the kernels on an H100 and `emulate` on a CPU, over
 all layers of a model whose scores grew to 3,500, flips moved at most 0.4 % of the elements. The
@@ -27,19 +30,25 @@ def unequal(o, wanted) -> torch.Tensor:
     return ~((o == wanted) | (o.isnan() & wanted.isnan()))
 
 
-def agrees(o, wanted, t, q, k, v, policy, scale) -> bool:
+def agrees(o, wanted, t, q, k, v, policy, tile, scale) -> bool:
     """Whether o and `wanted` (B, H, T, D), in one dtype, can be outputs of one policy.
 
     At most `SHARE` of the elements differ (by more than FP32 noise, where o is kept in FP32), and
-    none by more than `flip_bound`. t: the trace of `emulate` under this policy on q, k, v.
+    none by more than `forward_bounds`. t: the trace of `emulate` under this policy on q, k, v.
     """
     distance = (o.double() - wanted.double()).abs()
     distance = torch.where(unequal(o, wanted), distance, 0.0)  # NaN beside a number stays NaN
-    noise, flipped = (flip_bound(t, q, k, v, policy, scale, flips) for flips in (False, True))
+    noise, flipped = (
+        forward_bounds(t, q, k, v, policy, tile, scale, flips)["o"].nan_to_num(0.0)
+        for flips in (False, True)
+    )
     if stored_format(wanted, policy) != FP32:
         noise = torch.zeros_like(noise)
-    few = (~(distance <= noise.nan_to_num(0.0))).double().mean() <= SHARE
-    return bool(few and (distance <= flipped.nan_to_num(0.0)).all())
+    dtype = Format.parse(str(wanted.dtype).removeprefix("torch."))
+    if not policy.o.fmt.within(dtype):
+        flipped = flipped + step(dtype, t.o.double().abs() + flipped)
+    few = (~(distance <= noise)).double().mean() <= SHARE
+    return bool(few and (distance <= flipped).all())
 
 
 def ulp_distance(o, wanted, t, v, policy) -> float:
@@ -65,51 +74,74 @@ def weights(t) -> torch.Tensor:
     return torch.where(t.s.isfinite(), p, 0.0)
 
 
-def flip_bound(t, q, k, v, policy, scale, flips=True) -> torch.Tensor:
-    """How far two implementations of one policy may lie apart in o.  (B, H, T, D) float64
-
-    t: the trace of `emulate`. FP32 noise enters q k^T, exp and the sums; with `flips` also every
-    rounded number may be its neighbour, all in the same direction. Carried through attention to
-    first order, relative to the weights of a row.
-    """
-
-    def moved(field, x):
-        site = getattr(policy, field)
-        if site.is_fp32 or not flips:
-            return 0.0 * x
-        return (2 if site.rounding == "stochastic" else 1) * _step(site.fmt, x)
-
-    dtype = Format.parse(str(q.dtype).removeprefix("torch."))
-    q, k, v = (x.double().abs() for x in (q, k, v))
-    blocks, seen = t.alpha.shape[-1], t.s.isfinite()
-    s, x = (torch.where(seen, y, 0.0).double().abs() for y in (t.s, t.x))
-    argument = _sum_noise(q.shape[3]) * scale * (q @ k.mT) + 4 * FP32.unit_roundoff * (s + x + 1)
-    argument = argument + 2 * moved("s", s + argument) + moved("x", x + argument)
-    p = t.p_unnorm.double()
-    of_p = _expm1(argument) + torch.where(p > 0, moved("p", p) / p, 0.0)
-    shrinking = torch.where(t.alpha > 0, t.alpha, 1.0).double().log().abs()
-    in_sums = _expm1(moved("x", shrinking)).sum(-1, keepdim=True) + _sum_noise(s.shape[-1])
-    weight = weights(t)
-    of_l = (weight * of_p).sum(-1, keepdim=True) + in_sums + blocks * moved("l", 1.0)
-    rest = in_sums + of_l + 3 * blocks * moved("o_acc", 1.0) + 4 * FP32.unit_roundoff
-    bound = (weight * of_p) @ v + rest * (weight @ v)
-    bound = bound + moved("o", t.o.double().abs() + bound)
-    if flips and not policy.o.fmt.within(dtype):
-        bound = bound + _step(dtype, t.o.double().abs() + bound)
-    return bound
+def sum_noise(n: int) -> float:
+    """Relative to the sum of magnitudes, how far two FP32 sums of n terms in different orders may
+    lie: four standard deviations for each (Higham & Mary 2019, with lambda = 4)."""
+    return 8 * math.sqrt(n) * U
 
 
-def _expm1(x):
-    """Relative change of exp; kept finite, so that a weight of zero times it is zero."""
-    return torch.expm1(x.clamp(max=80.0))
-
-
-def _step(fmt: Format, x):
-    """An ulp of fmt at x >= 0, or a little more."""
+def step(fmt: Format, x):
+    """An ulp of fmt at x >= 0, or a little more: how far apart two roundings of x may lie."""
     return 2.0**-fmt.significand_bits * x + fmt.min_subnormal
 
 
-def _sum_noise(n: int) -> float:
-    """Relative to the sum of magnitudes, how far two FP32 sums of n terms in different orders may
-    lie: four standard deviations for each (Higham & Mary 2019, with lambda = 4)."""
-    return 8 * math.sqrt(n) * FP32.unit_roundoff
+def flip(policy, field: str, x):
+    """How far apart the roundings of two numbers of size x may lie beyond the numbers themselves.
+    Stochastic rounding goes up or down by an ulp."""
+    site = getattr(policy, field)
+    if site.is_fp32:
+        return 0.0
+    return (2 if site.rounding == "stochastic" else 1) * step(site.fmt, x)
+
+
+def forward_bounds(t, q, k, v, policy, tile, scale, flips=True) -> dict[str, torch.Tensor]:
+    """How far two implementations of one policy may lie apart, float64: s (B, H, T, T), o and
+    o_fp32 (B, H, T, D), lse (B, H, T).
+
+    t: the trace of `emulate`. flips: whether every rounded number may be its neighbour, all in the
+    same direction, or FP32 noise is all there is. A shift common to a row cancels, whatever it is;
+    it only has the roundings of p, l and o_acc drawn again, which a flip of each covers.
+    """
+
+    def moved(field, x):
+        return flip(policy, field, x) if flips else 0.0
+
+    tensors = {name: x.double() for name, x in vars(t).items() if torch.is_tensor(x)}
+    t = SimpleNamespace(**tensors)
+    q, k, v = (x.double().abs() for x in (q, k, v))
+    n, blocks = t.s.shape[-1], t.alpha.shape[-1]
+    s, x = (torch.where(y.isfinite(), y, 0.0).abs() for y in (t.s, t.x))
+    of_s = sum_noise(q.shape[3]) * scale * (q @ k.mT) + 2 * U * s
+    roundings = 1 if math.frexp(scale)[0] == 0.5 else 2  # a power of two keeps a rounded number
+    of_s = of_s + roundings * moved("s", s + of_s)
+
+    following = torch.cat([t.alpha[..., 1:], torch.ones_like(t.alpha[..., :1])], -1)
+    following = following.flip(-1).cumprod(-1).flip(-1).repeat_interleave(tile or n, -1)[..., :n]
+    weight = t.p_unnorm * following / t.l[..., None]  # of a key in its row
+    size = weight @ v
+    kind = policy.shift
+    largest = s.amax(-1, keepdim=True)
+    largest = largest * (1 + max(kind.beta, kind.gamma) * (kind.kind == "beta")) + kind.amplitude
+
+    argument = of_s + 4 * U * (s + largest + 1)
+    of_p = expm1(argument + moved("x", x + argument))  # relative, like all up to `numerator`
+    of_rounding = torch.where(t.p_unnorm > 0, moved("p", t.p_unnorm * (1 + of_p)) / t.p_unnorm, 0.0)
+    shrinking = torch.where(t.alpha > 0, t.alpha, 1.0).log().abs()
+    of_alpha = expm1(4 * U * largest + moved("x", shrinking)).sum(-1, keepdim=True)
+    in_l = of_p + of_rounding if policy.l_from == "p_rounded" else of_p
+    of_l = (weight * in_l).sum(-1, keepdim=True) + of_alpha + sum_noise(n)
+    numerator = (weight * (of_p + of_rounding)) @ v + (of_alpha + sum_noise(n)) * size
+
+    summed = t.p if policy.l_from == "p_rounded" else t.p_unnorm
+    unrounded_l = (summed * following).sum(-1, keepdim=True)
+    o_fp32 = (numerator + of_l * size) * t.l[..., None] / unrounded_l
+    of_l = of_l + blocks * moved("l", 1.0)
+    o = numerator + (of_l + 3 * blocks * moved("o_acc", 1.0) + 4 * U) * size
+    o = o + moved("o", t.o.abs() + o)
+    lse = (of_l + 4 * U * (largest + t.lse.abs()[..., None] + 1))[..., 0]
+    return dict(s=of_s, o=o, o_fp32=o_fp32, lse=lse)
+
+
+def expm1(x):
+    """Relative change of exp; kept finite, so that a weight of zero times it is zero."""
+    return torch.expm1(x.clamp(max=80.0))

@@ -290,7 +290,8 @@ class Capture:
         if policy == captured and impl == "triton" and self._recorded_here(device):
             t.reproduced = t.differs == 0
         elif policy == captured and impl != "oracle":
-            t.reproduced = agreement.agrees(o, wanted, specification, *inputs, captured, self.scale)
+            how = (captured, self.tile, self.scale)
+            t.reproduced = agreement.agrees(o, wanted, specification, *inputs, *how)
         return t
 
     def _recorded_here(self, device) -> bool:

@@ -2,12 +2,12 @@
 
 Both compute the same formulas and differ in the order of FP32 sums and in exp. So before a site
 the two numbers differ by FP32 noise, and after it they are mostly the same number, sometimes its
-neighbour: a flip. `bounds` carries both through attention to first order: with flips=False the
-noise alone, with flips=True also a flip at every rounding, all in the same direction. No element
-may lie beyond the second. Flips are rare, about noise / ulp, so few elements lie beyond the first.
+neighbour: a flip. `bounds` carries both on from `lowprec.agreement.forward_bounds` through the
+backward: with flips=False the noise alone, with flips=True also a flip at every rounding, all in
+the same direction. No element may lie beyond the second. Flips are rare, about noise / ulp, so few
+elements lie beyond the first.
 """
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from conftest import family
 
 from lowprec import kernels
+from lowprec.agreement import U, flip, forward_bounds, step, sum_noise
 from lowprec.formats import Format
 from lowprec.kernels import launch
 from lowprec.policy import SITES, PrecisionPolicy
@@ -26,7 +27,6 @@ DEVICES = [
 ]
 GRADIENTS = ("dq", "dk", "dv")
 NAMES = ("o", "o_fp32", "lse", "delta", "delta_o", "delta_ref", *GRADIENTS)
-U = 2.0**-24  # unit roundoff of FP32
 SHARE = 1 / 32
 """Elements that flips may carry beyond FP32 noise."""
 
@@ -93,26 +93,6 @@ def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=
     return wrong
 
 
-def sum_noise(n):
-    """Relative to the sum of magnitudes, how far two FP32 sums of n terms in different orders may
-    lie: four standard deviations for each (Higham & Mary 2019, with lambda = 4)."""
-    return 8 * math.sqrt(n) * U
-
-
-def step(fmt, x):
-    """An ulp of fmt at x >= 0, or a little more: how far apart two roundings of x may lie."""
-    return 2.0**-fmt.significand_bits * x + fmt.min_subnormal
-
-
-def flip(policy, field, x):
-    """How far apart the roundings of two numbers of size x may lie beyond the numbers themselves.
-    Stochastic rounding goes up or down by an ulp."""
-    site = getattr(policy, field)
-    if site.is_fp32:
-        return 0.0
-    return (2 if site.rounding == "stochastic" else 1) * step(site.fmt, x)
-
-
 def bounds(t, q, k, v, do, policy, tile, scale, flips):
     """{name: elementwise bound of |kernel - emulate|} for NAMES, from the trace t of `emulate`."""
     dtype = Format.parse(str(q.dtype).removeprefix("torch."))
@@ -124,10 +104,7 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
 
     seen = t.s.isfinite()
     s = torch.where(seen, t.s, 0.0).abs()
-    of_s = sum_noise(q.shape[3]) * scale * (q @ k.mT) + 2 * U * s
-    roundings = 1 if math.frexp(scale)[0] == 0.5 else 2  # a power of two keeps a rounded number
-    of_s = of_s + roundings * moved("s", s + of_s)
-    of = forward_bounds(t, v, policy, tile, s, of_s, moved)
+    of = forward_bounds(t, q, k, v, policy, tile, scale, flips)
 
     def row_sum(o, of_o, field=None):
         product = do * o.abs()
@@ -137,7 +114,7 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
         return of_product.sum(-1) + sum_noise(q.shape[3]) * product.sum(-1)
 
     p = torch.where(seen, (t.s - t.lse[..., None]).exp(), 0.0)
-    argument = of_s + of["lse"][..., None] + 4 * U * (s + t.lse.abs()[..., None] + 1)
+    argument = of["s"] + of["lse"][..., None] + 4 * U * (s + t.lse.abs()[..., None] + 1)
     of_p = p * torch.expm1(argument) + 2.0**-126  # below it exp2 gives 0
     of_dp = sum_noise(q.shape[3]) * (do @ v.mT)
     of_dp = of_dp + moved("dp", t.dp.abs() + of_dp)
@@ -168,35 +145,3 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
     of["dk"] = product("dkdv_acc", t.ds.mT, of_ds.mT, q, t.dk, scale)
     of["dv"] = product("dkdv_acc", t.p_bwd.mT, of_p.mT, do, t.dv, 1.0)
     return of
-
-
-def forward_bounds(t, v, policy, tile, s, of_s, moved):
-    """Bounds of o, o_fp32 and lse. A shift common to a row cancels in all three, whatever it is;
-    it only has the roundings of p, l and o_acc drawn again, which a flip of each covers."""
-    n, blocks = s.shape[-1], t.alpha.shape[-1]
-    following = torch.cat([t.alpha[..., 1:], torch.ones_like(t.alpha[..., :1])], -1)
-    following = following.flip(-1).cumprod(-1).flip(-1).repeat_interleave(tile or n, -1)[..., :n]
-    weight = t.p_unnorm * following / t.l[..., None]  # of a key in its row
-    size = weight @ v
-    kind = policy.shift
-    largest = s.amax(-1, keepdim=True)
-    largest = largest * (1 + max(kind.beta, kind.gamma) * (kind.kind == "beta")) + kind.amplitude
-
-    argument = of_s + 4 * U * (s + largest + 1)
-    x = torch.where(t.x.isfinite(), t.x, 0.0).abs()
-    of_p = torch.expm1(argument + moved("x", x + argument))  # relative, like all up to `numerator`
-    of_rounding = torch.where(t.p_unnorm > 0, moved("p", t.p_unnorm * (1 + of_p)) / t.p_unnorm, 0.0)
-    shrinking = torch.where(t.alpha > 0, t.alpha, 1.0).log().abs()
-    of_alpha = torch.expm1(4 * U * largest + moved("x", shrinking)).sum(-1, keepdim=True)
-    in_l = of_p + of_rounding if policy.l_from == "p_rounded" else of_p
-    of_l = (weight * in_l).sum(-1, keepdim=True) + of_alpha + sum_noise(n)
-    numerator = (weight * (of_p + of_rounding)) @ v + (of_alpha + sum_noise(n)) * size
-
-    summed = t.p if policy.l_from == "p_rounded" else t.p_unnorm
-    unrounded_l = (summed * following).sum(-1, keepdim=True)
-    o_fp32 = (numerator + of_l * size) * t.l[..., None] / unrounded_l
-    of_l = of_l + blocks * moved("l", 1.0)
-    o = numerator + (of_l + 3 * blocks * moved("o_acc", 1.0) + 4 * U) * size
-    o = o + moved("o", t.o.abs() + o)
-    lse = (of_l + 4 * U * (largest + t.lse.abs()[..., None] + 1))[..., 0]
-    return dict(o=o, o_fp32=o_fp32, lse=lse)

@@ -15,8 +15,9 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from kernel_checks import DEVICES, sum_noise
+from kernel_checks import DEVICES
 
+from lowprec.agreement import sum_noise
 from lowprec.formats import ROUNDINGS, Format, keyed_bits, round_to
 from lowprec.kernels import launch
 from lowprec.kernels.rounding import dot, round_site, site_code
