@@ -311,7 +311,9 @@ class Specimens:
         for i in range(len(batches)):
             for layer, seen in self._observe(step, batches, i).items():
                 eps = capture.query_bias(seen) / len(batches)
-                self.window.update(step, layer, seen.x, seen.q, seen.k, eps)
+                one = len(seen.groups) == 1  # else P comes from unrounded scores in all heads
+                how = dict(policy=seen.groups[0][0]) if one else {}
+                self.window.update(step, layer, seen.x, seen.q, seen.k, eps, **how)
 
     def after_gradients(self, step: int):
         """Set beside the error the norm of the gradient that it is a part of."""
