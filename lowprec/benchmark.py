@@ -7,6 +7,9 @@ file: where and with what it was made, the two ceilings of the GPU, the cases, a
 the table of hardware blocks (`lowprec.kernels.launch.HARDWARE`) was chosen from.
 
     python -m lowprec.benchmark data/benchmarks     (make gpu-check runs the tests first)
+
+`--released FILE` also times the PyTorch attention that Qiu & Yao (2025) published: attention.py
+in a clone of their repository, compiled and under autocast as their trainer runs it.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
 import statistics
+import sys
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -36,7 +42,8 @@ SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention, causal, BF16. impl: triton, or flash or cudnn of PyTorch's SDPA."""
+    """One call of attention, causal, BF16. impl: triton, flash or cudnn of PyTorch's SDPA, or
+    released."""
 
     impl: str = "triton"
     policy: str = "FA2"
@@ -76,7 +83,7 @@ def cases() -> list[Case]:
 class Inputs:
     """Tensors of a case, and its two halves as functions without arguments."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, released=None):
         shape = (case.batch, case.seqlen, case.heads, case.head_dim)
         g = torch.Generator("cuda").manual_seed(0)
         width = case.heads * case.head_dim
@@ -88,9 +95,11 @@ class Inputs:
         self.do = self.do.transpose(1, 2)
         probe = torch.zeros(case.heads, len(PROBE_COLUMNS), device="cuda", requires_grad=True)
         self.probe = probe if case.probe else None
-        self.case = case
+        self.case, self.released = case, released
 
     def forward(self):
+        if self.released is not None:
+            return self.released(self.q, self.k, self.v)
         case, sdpa = self.case, self.case.impl in SDPA
         with sdpa_kernel(SDPA[case.impl]) if sdpa else contextlib.nullcontext():
             return attention(
@@ -123,11 +132,12 @@ def milliseconds(stream, call, calls: int = 8, replays: int = 9) -> dict[str, fl
     return dict(ms=statistics.median(times), least=min(times), most=max(times))
 
 
-def measure(case: Case) -> dict:
+def measure(case: Case, released=None) -> dict:
     """The case with its times in milliseconds and the memory that forward and backward add."""
     stream = torch.cuda.Stream()  # a graph cannot hold the default stream's work
     with torch.cuda.stream(stream):
-        x = Inputs(case)
+        x = Inputs(case, released)
+        x.backward(x.forward())  # compiles, and lets libraries take their workspaces
         stream.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -142,6 +152,23 @@ def measure(case: Case) -> dict:
     for half, times in (("forward", forward), ("backward", backward)):
         row |= {f"{half}_{name}": value for name, value in times.items()}
     return row
+
+
+def load_released(path: Path):
+    """attention(q, k, v) of the published attention.py: compiled, under BF16 autocast, in blocks of
+    512 queries and keys. The code is run from there and is no part of this package."""
+    spec = importlib.util.spec_from_file_location("released_attention", path)
+    if spec is None or not path.is_file():
+        raise UserError(f"there is no {path}; name attention.py in a clone of the repository")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # compile looks there
+    spec.loader.exec_module(module)
+
+    @torch.compile
+    def released(q, k, v):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return module.FlashAttentionFunction.apply(q, k, v, None, True, 512, 512)
+
+    return released
 
 
 def ceilings() -> dict[str, float]:
@@ -179,6 +206,7 @@ BLOCKS = {
              (64, 64, 4, 3, None), (64, 128, 8, 2, None), (32, 128, 8, 3, None)],
 }  # fmt: skip
 RELEASED = Case(policy="RELEASED", tile=512)
+PUBLISHED = Case(impl="released", policy="RELEASED", tile=512)
 SWEPT = [(kernel, case) for kernel in BLOCKS
          for case in (Case(), Case(policy="LOW"), Case(heads=6, head_dim=128))]  # fmt: skip
 SWEPT += [(f"{kernel} tiled", RELEASED) for kernel in BLOCKS]
@@ -225,8 +253,9 @@ def _compile(job) -> None:
             x.backward(x.forward())
 
 
-def record(tests: Path | None = None, sweep: bool = True) -> dict:
-    """Measure everything; `tests`: the junit file of the GPU tests, summed up in the record."""
+def record(tests: Path | None = None, sweep: bool = True, released: Path | None = None) -> dict:
+    """Measure everything. tests: the junit file of the GPU tests, summed up in the record.
+    released: the published attention.py."""
     if not torch.cuda.is_available():
         raise UserError("the benchmark needs an NVIDIA GPU and there is none")
     plan = [(None, case, None) for case in cases()]
@@ -245,6 +274,11 @@ def record(tests: Path | None = None, sweep: bool = True) -> dict:
         out["gpu_tests"] = {name: sum(c[name] for c in counts) for name in counts[0]}
     out["ceilings"] = ceilings()
     out["cases"] = [measure(case) for _, case, block in plan if block is None]
+    if released is not None:
+        # The backward is run many times on one forward, so it must not reuse its inputs' memory.
+        with torch._functorch.config.patch(donated_buffer=False):
+            out["cases"].append(measure(PUBLISHED, load_released(released)))
+        out["released_sha256"] = hashlib.sha256(released.read_bytes()).hexdigest()
     out["sweep"] = [sweep_one(*job) for job in plan if job[2] is not None]
     return out
 
@@ -253,10 +287,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lowprec.benchmark", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the dated record goes")
     parser.add_argument("--tests", type=Path, help="junit file of the GPU tests")
+    parser.add_argument("--released", type=Path, help="attention.py of the published code")
     parser.add_argument("--no-sweep", action="store_true", help="leave out the hardware blocks")
     args = parser.parse_args()
     try:
-        result = record(args.tests, not args.no_sweep)
+        result = record(args.tests, not args.no_sweep, args.released)
     except UserError as error:
         raise SystemExit(f"lowprec: {error}") from None
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ the same direction. No element may lie beyond the second. Flips are rare, about 
 elements lie beyond the first.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from conftest import family
 
 from lowprec import kernels
 from lowprec.agreement import U, flip, forward_bounds, step, sum_noise
+from lowprec.capture import Capture
 from lowprec.formats import Format
 from lowprec.kernels import launch
 from lowprec.policy import SITES, PrecisionPolicy
@@ -27,6 +29,7 @@ DEVICES = [
 ]
 GRADIENTS = ("dq", "dk", "dv")
 NAMES = ("o", "o_fp32", "lse", "delta", "delta_o", "delta_ref", *GRADIENTS)
+CAPTURES = sorted((Path(__file__).parents[1] / "data/captures").glob("*.safetensors"))
 SHARE = 1 / 32
 """Elements that flips may carry beyond FP32 noise."""
 
@@ -36,9 +39,18 @@ def every(site):
     return PrecisionPolicy(**dict.fromkeys(SITES, site))
 
 
+def captured(path, device):
+    """q, k, v, do of a committed capture; its first 128 rows for the interpreter."""
+    tensors = Capture.load(path).tensors
+    rows = slice(128 if device == "cpu" else None)
+    return [tensors[name][:, :, rows].to(device) for name in ("q", "k", "v", "do")]
+
+
 def inputs_on(device, name="normal", n=100, d=64, **how):
     """q, k, v, do: one head of n rows for the interpreter, which takes up to 128 at once; on a GPU
     six heads of 1000, so that all tests there share compiled kernels."""
+    if name == "captured":
+        return captured(CAPTURES[0], device)
     shape = (1, 1, n, d) if device == "cpu" else (2, 3, max(n, 1000), d)
     return family(name, shape, device=device, **how)
 

@@ -13,7 +13,9 @@ import torch
 from conftest import FAMILIES, family
 
 pytest.importorskip("triton")
-from kernel_checks import DEVICES, GRADIENTS, beyond_bounds, bounds, every, inputs_on, run
+from kernel_checks import (
+    CAPTURES, DEVICES, GRADIENTS, beyond_bounds, bounds, captured, every, inputs_on, run,
+)  # fmt: skip
 
 from lowprec.kernels import launch
 from lowprec.policy import ALL_FP32, FA2, FIELDS, LOW, PAPER, RELEASED, SITES
@@ -44,9 +46,9 @@ UNDERFLOWING = [(p, tile) for p, tile in CASES if p.shift.kind == "beta"]
 def families(device, case):
     """The interpreter is slow: it sees few families. A changed field shows on any."""
     if device == "cuda":
-        return ("normal", "tied") if case[0] in ONE_FIELD else FAMILIES
+        return ("normal", "tied", "captured") if case[0] in ONE_FIELD else (*FAMILIES, "captured")
     if case in ((FA2, None), (LOW, None), (PAPER, None)):
-        return FAMILIES
+        return (*FAMILIES, "captured")
     return ("tied", "lowrank") if case in UNDERFLOWING else ("tied",)
 
 
@@ -74,6 +76,13 @@ def compare(q, k, v, do, policy, tile=None, causal=True, **how):
 @pytest.mark.parametrize("device,name,policy,tile", [c for d in DEVICES for c in comparisons(d)])
 def test_kernel_equals_emulation(device, name, policy, tile):
     compare(*inputs_on(device, name), policy, tile, seed=3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("policy,tile", [(FA2, 64), (LOW, None)], ids=str)
+def test_captured_inputs(device, path, policy, tile):
+    compare(*captured(path, device), policy, tile)
 
 
 @pytest.mark.gpu
