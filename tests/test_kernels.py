@@ -14,7 +14,15 @@ from conftest import FAMILIES, family
 
 pytest.importorskip("triton")
 from kernel_checks import (
-    CAPTURES, DEVICES, GRADIENTS, beyond_bounds, bounds, captured, every, inputs_on, run,
+    CAPTURES,
+    DEVICES,
+    GRADIENTS,
+    beyond_bounds,
+    bounds,
+    captured,
+    every,
+    inputs_on,
+    run,
 )  # fmt: skip
 
 from lowprec.kernels import launch
