@@ -51,9 +51,10 @@ def test_every_claim_about_training_runs_is_threatened():
 
 def test_every_threat_touches_a_claim():
     labels = set(re.findall(r"^\(threat-(\w+)\)=$", THREATS, re.MULTILINE)) - {"table"}
+    legend = re.findall(r"^\| \{ref\}`\w+ <threat-(\w+)>` \|", THREATS, re.MULTILINE)
     named = {label for _, threats in touched().values() for label in threats}
-    assert labels == named
-    assert len(labels) == 12 and THREATS.count("Twelve ways") == 1
+    assert labels == named == set(legend)
+    assert len(labels) == len(legend) == 12 and THREATS.count("Twelve ways") == 1
 
 
 def test_exploratory_claims_are_those_written_after_the_data():
