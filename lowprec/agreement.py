@@ -117,20 +117,23 @@ def forward_bounds(t, q, k, v, policy, tile, scale, flips=True) -> dict[str, tor
 
     following = torch.cat([t.alpha[..., 1:], torch.ones_like(t.alpha[..., :1])], -1)
     following = following.flip(-1).cumprod(-1).flip(-1).repeat_interleave(tile or n, -1)[..., :n]
-    weight = t.p_unnorm * following / t.l[..., None]  # of a key in its row
+    share = following / t.l[..., None]  # what p_unnorm counts for in its row
+    weight = t.p_unnorm * share
     size = weight @ v
     kind = policy.shift
     largest = s.amax(-1, keepdim=True)
     largest = largest * (1 + max(kind.beta, kind.gamma) * (kind.kind == "beta")) + kind.amplitude
 
     argument = of_s + 4 * U * (s + largest + 1)
-    of_p = expm1(argument + moved("x", x + argument))  # relative, like all up to `numerator`
-    of_rounding = torch.where(t.p_unnorm > 0, moved("p", t.p_unnorm * (1 + of_p)) / t.p_unnorm, 0.0)
+    argument = argument + moved("x", x + argument)
+    of_p = of_weight(weight, t.s - t.lse[..., None], argument)
+    unrounded = t.p_unnorm + torch.where(share > 0, of_p / share, 0.0)
+    of_rounding = share * moved("p", unrounded)
     shrinking = torch.where(t.alpha > 0, t.alpha, 1.0).log().abs()
     of_alpha = expm1(4 * U * largest + moved("x", shrinking)).sum(-1, keepdim=True)
     in_l = of_p + of_rounding if policy.l_from == "p_rounded" else of_p
-    of_l = (weight * in_l).sum(-1, keepdim=True) + of_alpha + sum_noise(n)
-    numerator = (weight * (of_p + of_rounding)) @ v + (of_alpha + sum_noise(n)) * size
+    of_l = in_l.sum(-1, keepdim=True) + of_alpha + sum_noise(n)
+    numerator = (of_p + of_rounding) @ v + (of_alpha + sum_noise(n)) * size
 
     summed = t.p if policy.l_from == "p_rounded" else t.p_unnorm
     unrounded_l = (summed * following).sum(-1, keepdim=True)
@@ -142,6 +145,14 @@ def forward_bounds(t, q, k, v, policy, tile, scale, flips=True) -> dict[str, tor
     return dict(s=of_s, o=o, o_fp32=o_fp32, lse=lse)
 
 
+def of_weight(p, log_p, of_log):
+    """How far a weight p = exp(log_p) may move if log_p does by of_log: to 1 at most, or a little
+    more where l is rounded. Scores of several thousand have an ulp of 16 in BF16, so that a flip
+    makes a weight of nothing one of everything."""
+    far = (log_p + of_log).clamp(max=2.0**-6).exp()
+    return torch.where(of_log < 1, p * expm1(of_log), far)
+
+
 def expm1(x):
-    """Relative change of exp; kept finite, so that a weight of zero times it is zero."""
+    """Relative change of exp; kept finite, so that zero times it is zero."""
     return torch.expm1(x.clamp(max=80.0))
