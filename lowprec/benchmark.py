@@ -253,11 +253,15 @@ def _compile(job) -> None:
             x.backward(x.forward())
 
 
+def need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UserError("the benchmark needs an NVIDIA GPU and there is none")
+
+
 def record(tests: Path | None = None, sweep: bool = True, released: Path | None = None) -> dict:
     """Measure everything. tests: the junit file of the GPU tests, summed up in the record.
     released: the published attention.py."""
-    if not torch.cuda.is_available():
-        raise UserError("the benchmark needs an NVIDIA GPU and there is none")
+    need_gpu()
     plan = [(None, case, None) for case in cases()]
     if sweep:
         plan += [
@@ -283,6 +287,17 @@ def record(tests: Path | None = None, sweep: bool = True, released: Path | None 
     return out
 
 
+def new_path(folder: Path) -> Path:
+    """Where today's record of this GPU goes; `UserError` if there is one already."""
+    need_gpu()
+    gpu = runs.provenance("cuda")["hardware"].lower().replace(" ", "-")
+    path = folder / f"{datetime.date.today().isoformat()}-{gpu}.json"
+    if path.exists():
+        raise UserError(f"{path} exists and is never overwritten; rename it or take another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lowprec.benchmark", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the dated record goes")
@@ -291,12 +306,10 @@ def main() -> None:
     parser.add_argument("--no-sweep", action="store_true", help="leave out the hardware blocks")
     args = parser.parse_args()
     try:
+        path = new_path(args.folder)
         result = record(args.tests, not args.no_sweep, args.released)
     except UserError as error:
         raise SystemExit(f"lowprec: {error}") from None
-    args.folder.mkdir(parents=True, exist_ok=True)
-    gpu = result["hardware"].lower().replace(" ", "-")
-    path = args.folder / f"{result['date']}-{gpu}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["cases"]:
         name = " ".join(str(row[k]) for k in ("impl", "policy", "tile", "seqlen", "head_dim"))
