@@ -127,7 +127,7 @@ def _triton():
 
 
 def _wants_shadow(policy: PrecisionPolicy, probe) -> bool:
-    return probe is not None or policy.delta_from in ("o_fp32", "o_split")
+    return probe is not None or policy.delta_from in ("o_fp32", "o_split", "o_redrawn")
 
 
 def _wants_stored(policy: PrecisionPolicy, dtype: torch.dtype) -> bool:

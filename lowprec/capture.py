@@ -27,7 +27,7 @@ from safetensors.torch import save as to_bytes
 from lowprec import UserError, agreement, runs
 from lowprec.attention import resolve_impl, trace
 from lowprec.model import GPT, take_heads
-from lowprec.policy import FIELDS, SITES, PrecisionPolicy
+from lowprec.policy import FIELDS, PrecisionPolicy
 from lowprec.probes import dq_error, query_error
 
 FORMAT = "lowprec-capture-1"
@@ -305,9 +305,8 @@ class Capture:
         """The trace, on the CPU. Random bits are keyed by a head's place in its batch, so a policy
         that draws any is replayed in that place, among zeros."""
         q, k, v, do = (self.tensors[name].to(device) for name in ("q", "k", "v", "do"))
-        sites = (getattr(policy, site).rounding for site in SITES)
         places = None
-        if "stochastic" in sites or policy.shift.kind == "dither":
+        if policy.draws:
             indices = (self.meta[name] for name in ("sequences", "call_heads"))
             places = torch.meshgrid(
                 *(torch.tensor(i, device=device) for i in indices), indexing="ij"

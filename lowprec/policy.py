@@ -22,7 +22,9 @@ Where each field acts, per query row and over key blocks (rnd_f is the rounding 
 
 `delta_from` says which O delta = rowsum(dO * O) reads: "o", the stored one; "o_fp32", a shadow
 output that is never rounded (same p, unrounded accumulator over unrounded l); "o_split", o plus
-its BF16 residual; "dp", rowsum(P * dP) instead.
+its BF16 residual; "o_redrawn", the shadow output rounded to o's format a second time,
+stochastically and with random bits of its own, an error as large as o's that the forward never
+saw; "dp", rowsum(P * dP) instead.
 """
 
 from __future__ import annotations
@@ -39,9 +41,12 @@ from lowprec.formats import ROUNDINGS, Format
 SITES = ("s", "x", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds", "dq_acc", "dkdv_acc")
 """Rounding sites in the order in which a step computes them."""
 
+DITHER, REDRAW = len(SITES), len(SITES) + 1
+"""Streams of random bits that belong to no site."""
+
 CHOICES = {
     "l_from": ("p_unnorm", "p_rounded"),
-    "delta_from": ("o", "o_fp32", "o_split", "dp"),
+    "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "dp"),
 }
 
 
@@ -193,6 +198,12 @@ class PrecisionPolicy:
         name = min(PRESETS, key=lambda preset: len(PRESETS[preset].diff(self)))
         changes = PRESETS[name].diff(self)
         return "+".join([name, *(f"{field}={new}" for field, (_, new) in changes.items())])
+
+    @property
+    def draws(self) -> bool:
+        """Whether some value depends on random bits, and so on the seed."""
+        stochastic = any(getattr(self, site).rounding == "stochastic" for site in SITES)
+        return stochastic or self.shift.kind == "dither" or self.delta_from == "o_redrawn"
 
     @property
     def slug(self) -> str:

@@ -14,8 +14,6 @@ gradient with respect to what the norm puts out, read as if it were W_Q x.
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 import pandas as pd
 import torch
@@ -98,18 +96,15 @@ class QueryErrorWindow:
     E ||sketch(e)||^2 = ||e||^2, so that the e of any set of steps can be added afterwards.
 
     A head whose e is not finite gets NaN for that step, which its running sum leaves out.
-    keep: the number of last steps kept, None for all; the running sum covers all steps anyway.
     """
 
-    def __init__(
-        self, n_layer, n_head, head_dim, n_embd, sketch=64, seed=0, device="cpu", keep=None
-    ):
+    def __init__(self, n_layer, n_head, head_dim, n_embd, sketch=64, seed=0, device="cpu"):
         self.signs = sketch_signs(seed, sketch, head_dim, n_embd, device)
         shape = (n_layer, n_head)
         self.error = torch.zeros(*shape, head_dim, n_embd, device=device)
         self.total = torch.zeros_like(self.error, dtype=torch.float64)
         self.deltas = torch.zeros(*shape, 2, dtype=torch.float64, device=device)
-        self.records: deque[tuple[int, torch.Tensor]] = deque(maxlen=keep)
+        self.records: list[tuple[int, torch.Tensor]] = []
         self.step = None
 
     @torch.no_grad()
@@ -128,18 +123,13 @@ class QueryErrorWindow:
         self.deltas[layer] += torch.stack([eps.sum((0, 2)), eps.abs().sum((0, 2))], -1)
 
     @torch.no_grad()
-    def end_step(self, step, grad_norm=None, reduce=None):
+    def end_step(self, step, grad_norm=None):
         """Record the step and start the next.
 
         grad_norm: (layers, heads) norms of the W_Q gradients, to compare with ||e||.
-        reduce: sums a tensor over ranks in place, e.g. torch.distributed.all_reduce; the records
-            are then equal on all ranks.
         """
         if self.step != step:
             raise ValueError(f"step {step} has no update; the last one was for {self.step}")
-        if reduce is not None:
-            reduce(self.error)
-            reduce(self.deltas)
         finite = self.error.isfinite().all(-1).all(-1)
         self.total += torch.where(finite[..., None, None], self.error, 0.0)
         size, of_sum = (torch.linalg.vector_norm(e.double(), dim=(-2, -1))
@@ -154,15 +144,6 @@ class QueryErrorWindow:
         self.error.zero_()
         self.deltas.zero_()
         self.step = None
-
-    def state_dict(self) -> dict:
-        """What a checkpoint needs, taken between steps."""
-        return dict(total=self.total, records=list(self.records))
-
-    def load_state_dict(self, state: dict):
-        self.total.copy_(state["total"])
-        self.records.clear()
-        self.records.extend((step, r.to(self.total.device)) for step, r in state["records"])
 
     def to_table(self) -> pd.DataFrame:
         """One row per step, layer and head: step, layer, head, QUERY_ERROR_COLUMNS (float32) and

@@ -20,7 +20,7 @@ import torch
 
 from lowprec import UserError
 from lowprec.formats import BF16, keyed_bits, round_to
-from lowprec.policy import SITES, PrecisionPolicy
+from lowprec.policy import DITHER, REDRAW, SITES, PrecisionPolicy
 
 NEG_INF = float("-inf")
 
@@ -161,7 +161,7 @@ def shifted_max(r, s, shift, rnd):
     if shift.kind == "offset":
         return r + shift.amplitude
     if shift.kind == "dither":
-        return r + shift.amplitude * rnd.bits(len(SITES), r).float() * 2.0**-32
+        return r + shift.amplitude * rnd.bits(DITHER, r).float() * 2.0**-32
     return r
 
 
@@ -235,7 +235,11 @@ def _delta(t, p, do, policy, rnd):
         return (p * t.dp).sum(-1)
     if source == "o":
         return t.delta_o
-    o = t.o_fp32 if source == "o_fp32" else t.o + round_to(t.o_fp32 - t.o, BF16)
+    o = t.o_fp32
+    if source == "o_split":
+        o = t.o + round_to(t.o_fp32 - t.o, BF16)
+    elif source == "o_redrawn" and not policy.o.is_fp32:
+        o = round_to(o, policy.o.fmt, "stochastic", bits=rnd.bits(REDRAW, o))
     return rnd("dodo", do * o).sum(-1)
 
 

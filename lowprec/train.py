@@ -328,7 +328,7 @@ def draw_seed(config, group, step: int, i: int, count: int) -> int:
     """Seed of the random roundings of one micro-batch; a constant, which costs torch.compile
     nothing, where no policy draws."""
     policies = (config.policy, *config.layers.values())
-    draws = any(word in policy for policy in policies for word in ("stochastic", "dither"))
+    draws = any(PrecisionPolicy.parse(policy).draws for policy in policies)
     return (step * group.size + group.rank) * count + i if draws else 0
 
 

@@ -132,11 +132,14 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
     of_dp = of_dp + moved("dp", t.dp.abs() + of_dp)
     of["delta_o"] = row_sum(t.o, of["o"], "dodo")
     of["delta_ref"] = row_sum(t.o_fp32, of["o_fp32"])
+    drawn = PrecisionPolicy(o=f"{policy.o.fmt.name}:stochastic")
+    redrawn = flips * flip(drawn, "o", t.o_fp32.abs() + of["o_fp32"])
     residual = (t.o_fp32 - t.o).abs() + of["o"] + of["o_fp32"]
     of["delta"] = delta = {
         "o": of["delta_o"],
         "o_fp32": row_sum(t.o_fp32, of["o_fp32"], "dodo"),
         "o_split": row_sum(t.o_fp32, of["o_fp32"] + flips * 2.0**-7 * residual, "dodo"),
+        "o_redrawn": row_sum(t.o_fp32, of["o_fp32"] + redrawn, "dodo"),
         "dp": (of_p * (t.dp.abs() + of_dp) + p * of_dp).sum(-1)
         + sum_noise(q.shape[2]) * (p * t.dp.abs()).sum(-1),
     }[policy.delta_from]

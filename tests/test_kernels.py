@@ -36,7 +36,7 @@ ONE_FIELD = [
     *(LOW.replace(**{x: "bf16" if getattr(LOW, x).is_fp32 else "fp32"}) for x in SITES),
     LOW.replace(o="fp16"), LOW.replace(p="e8m4"), LOW.replace(ds="e8m10"),
     LOW.replace(l_from="p_rounded"), LOW.replace(l_floor=3.0),
-    *(LOW.replace(delta_from=source) for source in ("o_fp32", "o_split", "dp")),
+    *(LOW.replace(delta_from=source) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
 ]  # fmt: skip
 SHIFTS = ["beta(beta=7)", "beta(beta=2,gamma=0.5,tol=0.1)", "offset(amplitude=0.5)",
           "dither(amplitude=0.5)"]  # fmt: skip

@@ -33,7 +33,7 @@ OWN = {"shift": "x", "l_from": "l", "l_floor": "l", "dodo": "delta", "delta_from
        "dq_acc": "dq", "dkdv_acc": "dk"}  # fmt: skip
 CHANGES = {
     "l_from": ["p_rounded"],
-    "delta_from": ["o_fp32", "o_split", "dp"],
+    "delta_from": ["o_fp32", "o_split", "o_redrawn", "dp"],
     "shift": ["beta(beta=2)", "offset(amplitude=0.3)", "dither(amplitude=0.3)"],
     "l_floor": [100.0],
 }
@@ -80,6 +80,12 @@ def test_text_form_round_trips(name):
 def test_slugs_are_unique():
     policies = [LOW.replace(**{f: v}) for f in FIELDS for v in changes(f)]
     assert len({p.slug for p in policies}) == len(set(policies))
+
+
+def test_what_draws_random_bits():
+    drawing = ("o=bf16:stochastic", "shift=dither(amplitude=1)", "delta_from=o_redrawn")
+    assert all(PrecisionPolicy.parse(f"FA2+{change}").draws for change in drawing)
+    assert not any(policy.draws for policy in PRESETS.values())
 
 
 def test_one_field_diff():

@@ -167,3 +167,20 @@ def test_autocast_does_not_reach_inside(inputs):
         inside = emulate(q, k, v, PAPER, do=do)
     outside = emulate(q, k, v, PAPER, do=do)
     assert all(torch.equal(getattr(inside, n), getattr(outside, n)) for n in NAMES)
+
+
+def test_a_redrawn_output_gives_delta_an_error_that_the_output_has_not():
+    """Unbiased over seeds, as large as a rounding, and unrelated to the error of o itself."""
+    q, k, v, do = family("normal")
+    policy = FA2.replace(delta_from="o_redrawn", o="bf16:stochastic")
+    traces = [emulate(q, k, v, policy, do=do, seed=seed) for seed in range(200)]
+    rows = slice(1, None)  # the first sees one key, so its output is a number of the format
+    redrawn = torch.stack([(t.delta - t.delta_ref)[..., rows] for t in traces]).double()
+    of_o = torch.stack([(t.delta_o - t.delta_ref)[..., rows] for t in traces]).double()
+    assert 0.9 < redrawn.std() / of_o.std() < 1.1
+    z = redrawn.mean(0) / redrawn.std(0) * len(traces) ** 0.5
+    assert z.abs().max() < 5.5 and abs(z.mean()) < 4 / z.numel() ** 0.5
+    related = (redrawn * of_o).mean() / (redrawn.std() * of_o.std())
+    assert abs(related) < 5 / redrawn.numel() ** 0.5
+    exact = emulate(q, k, v, FA2.replace(delta_from="o_redrawn", o="fp32"), do=do)
+    assert torch.equal(exact.delta, exact.delta_ref)

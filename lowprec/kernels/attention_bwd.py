@@ -113,6 +113,7 @@ def attention_bwd_dq_kernel(
     n, scale, seed,
     H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, PROBE: tl.constexpr, DELTA_FROM: tl.constexpr,
+    REDRAWN: tl.constexpr,
     S: tl.constexpr, EXACT: tl.constexpr, DODO: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
     DQ_ACC: tl.constexpr, PIECES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +145,7 @@ def attention_bwd_dq_kernel(
     b_delta = tl.zeros([BM], tl.float32)
     if PROBE or DELTA_FROM == "o" or DELTA_FROM == "o_split":
         b_o = load_rows(p_o + o_bh, sot, o_q, n, D, EVEN, NATIVE).to(tl.float32)
-    if PROBE or DELTA_FROM == "o_fp32" or DELTA_FROM == "o_split":
+    if PROBE or DELTA_FROM == "o_fp32" or DELTA_FROM == "o_split" or DELTA_FROM == "o_redrawn":
         b_o_fp32 = load_rows(p_o_fp32 + o_bh, sot, o_q, n, D, EVEN, NATIVE).to(tl.float32)
     if PROBE or DELTA_FROM == "o":
         b_dodo = round_site(b_do.to(tl.float32) * b_o, DODO, who, o_q[:, None], o_d, NATIVE)
@@ -159,9 +160,11 @@ def attention_bwd_dq_kernel(
         tl.store(p_block, tl.sum(b_bias, 0))
         tl.store(p_block + 1, tl.sum(tl.abs(b_bias), 0))
         tl.store(p_block + 2, tl.sum(m_tied.to(tl.float32), 0))
-    if DELTA_FROM == "o_fp32" or DELTA_FROM == "o_split":
+    if DELTA_FROM == "o_fp32" or DELTA_FROM == "o_split" or DELTA_FROM == "o_redrawn":
         if DELTA_FROM == "o_split":
             b_o_fp32 = b_o + round_bf16(b_o_fp32 - b_o, NATIVE)
+        elif DELTA_FROM == "o_redrawn":
+            b_o_fp32 = round_site(b_o_fp32, REDRAWN, who, o_q[:, None], o_d, NATIVE)
         b_dodo = round_site(b_do.to(tl.float32) * b_o_fp32, DODO, who, o_q[:, None], o_d, NATIVE)
         b_delta = tl.sum(b_dodo, 1)
     elif DELTA_FROM == "dp":

@@ -16,8 +16,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from lowprec import UserError
 from lowprec.kernels import attention_bwd as bwd
 from lowprec.kernels import attention_fwd as fwd
-from lowprec.kernels.rounding import site_code
-from lowprec.policy import SITES, PrecisionPolicy
+from lowprec.kernels.rounding import redrawn_code, site_code
+from lowprec.policy import DITHER, SITES, PrecisionPolicy
 
 HEAD_DIMS = (16, 32, 64, 128)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -156,7 +156,7 @@ def forward(
         **constants(policy, "s", "x", "p", "l", "o_acc", "o"),
         L_FROM_P=policy.l_from == "p_rounded", L_FLOOR=policy.l_floor,
         SHIFT=shift.kind, BETA=shift.beta, GAMMA=shift.gamma, TOL=shift.tol,
-        AMPLITUDE=shift.amplitude, DITHER_STREAM=len(SITES),
+        AMPLITUDE=shift.amplitude, DITHER_STREAM=DITHER,
     )  # fmt: skip
     return o, o_stored, o_fp32, lse, b_ties
 
@@ -167,7 +167,8 @@ def backward(
     """(dq, dk, dv, delta, delta_o, delta_ref, sums); the last three None without `probe`.
 
     o: the output as the backward reads it (`o_stored` of `forward` if there is one); o_fp32: the
-    shadow output, needed for delta_from="o_fp32", "o_split" and, like `ties`, for `probe`.
+    shadow output, needed for delta_from="o_fp32", "o_split", "o_redrawn" and, like `ties`, for
+    `probe`.
     delta (the one used), delta_o (from o), delta_ref (from o_fp32): (B, H, T) float32. sums:
     (H, 3) float32, per head the sum of delta_o - delta_ref, of its absolute value, and the number
     of rows whose largest score is tied.
@@ -188,7 +189,7 @@ def backward(
     bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
         q, k, v, do, o, o_fp32, lse, ties, delta, delta_o, delta_ref, sums, dq,
         *strides(q, k, v, do, o, dq), n, scale, seed, **same, **sizes,
-        PROBE=probe, DELTA_FROM=policy.delta_from,
+        PROBE=probe, DELTA_FROM=policy.delta_from, REDRAWN=redrawn_code(policy),
         **constants(policy, "s", "dodo", "dp", "ds", "dq_acc"),
     )  # fmt: skip
     sizes = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)

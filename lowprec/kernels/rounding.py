@@ -16,7 +16,7 @@ import triton.language as tl
 
 from lowprec import UserError
 from lowprec.formats import FP16, ROUNDINGS
-from lowprec.policy import SITES, PrecisionPolicy
+from lowprec.policy import REDRAW, SITES, PrecisionPolicy
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, STOCHASTIC = map(tl.constexpr, range(4))  # ROUNDINGS
@@ -42,6 +42,12 @@ def site_code(policy: PrecisionPolicy, name: str) -> int:
             f"fp16, bf16 or e8mX with X below 23; use impl='emulate'"
         )
     return SITES.index(name) << 16 | ROUNDINGS.index(site.rounding) << 8 | kind
+
+
+def redrawn_code(policy: PrecisionPolicy) -> int:
+    """The code of o's format, stochastic, with the random words of delta_from="o_redrawn"."""
+    code = site_code(policy, "o")
+    return code and REDRAW << 16 | ROUNDINGS.index("stochastic") << 8 | code & 255
 
 
 @triton.jit
