@@ -37,7 +37,8 @@ test: $(VENV)
 # One process: tests that share the GPU would also share its memory.
 gpu-check: $(VENV)
 	LOWPREC_GPU_TESTS=1 $(PY) -m pytest -m gpu -p no:xdist --junitxml=build/gpu-tests.xml
-	$(PY) -m lowprec.benchmark data/benchmarks --tests build/gpu-tests.xml
+	$(PY) -m lowprec.benchmark data/benchmarks --tests build/gpu-tests.xml \
+	  $(if $(RELEASED),--released $(RELEASED))
 	$(PY) -m lowprec verify --write
 
 # One rule a profile: `recorded` is what the book shows, the others go to build/.

@@ -1,11 +1,13 @@
 """Generated pages: what the executed notebooks and claims.yml say, written for the book to include.
 
-book/_generated/claims_table.md      every claim with its verdict, value and n
+book/_generated/claims_paper.md      the claims of Qiu & Yao (2025) with verdict, value and n
+book/_generated/claims_counts.md     how many claims of each page have which verdict
+book/_generated/claims_all.md        every claim, page by page
 book/_generated/claim-ID.md          one claim, for prose that rests on it
 book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
 book/status.md                       page x profile x date x hardware x duration x verdicts
-README.md                            the claims between its two markers, from claims.yml alone
+README.md                            the paper's claims between its two markers, from claims.yml
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from lowprec import UserError, claims
 from lowprec.claims import Claim, Result
 from lowprec.notebook import FIGURE_MIME
 
+PAPER = "qiu2025"
 MARKERS = "<!-- claims -->", "<!-- /claims -->"
 
 
@@ -32,7 +35,12 @@ def write(root: Path) -> list[Path]:
     results = check_coverage(registry, executed, root / "notebooks")
     generated = book / "_generated"
     shutil.rmtree(generated, ignore_errors=True)
-    texts = {generated / "claims_table.md": claims_table(registry, results, set(executed))}
+    titles = {name: title(nb) for name, nb in executed.items()}
+    texts = {
+        generated / "claims_paper.md": claims_table(of_paper(registry), results, titles),
+        generated / "claims_counts.md": counts_table(registry, results, titles),
+        generated / "claims_all.md": all_claims(registry, results, titles),
+    }
     for id, result in results.items():
         texts[generated / f"claim-{id}.md"] = result.myst()
     for name, nb in executed.items():
@@ -80,24 +88,68 @@ def table(header: tuple[str, ...], rows) -> str:
     return "".join(map(line, [header, ("---",) * len(header), *rows]))
 
 
-def claims_table(registry: dict[str, Claim], results: dict[str, Result], pages: set[str]) -> str:
-    """Every claim of the registry, with the measurement if a page made one."""
+def title(nb: dict) -> str:
+    """The first heading of a notebook."""
+    return "".join(nb["cells"][0]["source"]).partition("\n")[0].lstrip("# ")
+
+
+def of_paper(registry: dict[str, Claim]) -> list[Claim]:
+    return [claim for claim in registry.values() if claim.source == PAPER]
+
+
+def verdict_of(claim: Claim, results: dict[str, Result]) -> str:
+    """As measured by an executed page, else as claims.yml has it."""
+    return results[claim.id].verdict if claim.id in results else claim.verdict
+
+
+def page_of(name: str, titles: dict[str, str]) -> str:
+    return f"{{doc}}`/executed/{name}`" if name in titles else "to come"
+
+
+def claims_table(some: list[Claim], results, titles) -> str:
+    """Some claims, with the measurement if a page made one."""
     rows = []
-    for claim in registry.values():
+    for claim in some:
         result = results.get(claim.id)
-        verdict = result.verdict if result else claim.verdict
         measured = result is not None and result.value is not None
         rows.append(
             (
-                in_words(claim, verdict),
+                in_words(claim, verdict_of(claim, results)),
                 claim.sentence,
                 result.text if measured else "",
                 result.n if measured else "",
                 f"{{cite:t}}`{claim.source}`" if claim.source else "this book",
-                f"{{doc}}`/executed/{claim.notebook}`" if claim.notebook in pages else "to come",
+                page_of(claim.notebook, titles),
             )
         )
     return table(("Verdict", "Claim", "Measured", "n", "Source", "Page"), rows)
+
+
+def by_page(registry: dict[str, Claim]) -> dict[str, list[Claim]]:
+    """The claims of each notebook, in the order of the notebooks' names."""
+    names = sorted({claim.notebook for claim in registry.values()})
+    return {name: [c for c in registry.values() if c.notebook == name] for name in names}
+
+
+def counts_table(registry, results, titles) -> str:
+    """A row a page and one for all: how many claims have which verdict."""
+    verdicts = {claim.id: verdict_of(claim, results) for claim in registry.values()}
+    shown = [v for v in claims.VERDICTS if v in verdicts.values()]
+
+    def counts(some):
+        found = [verdicts[claim.id] for claim in some]
+        return [found.count(v) or "" for v in shown]
+
+    rows = [(page_of(name, titles), *counts(some)) for name, some in by_page(registry).items()]
+    return table(("Page", *shown), [*rows, ("**all**", *counts(registry.values()))])
+
+
+def all_claims(registry, results, titles) -> str:
+    """A section a page."""
+    return "\n".join(
+        f"## {titles.get(name, name)}\n\n{claims_table(some, results, titles)}"
+        for name, some in by_page(registry).items()
+    )
 
 
 def in_words(claim: Claim, verdict: str) -> str:
@@ -106,12 +158,14 @@ def in_words(claim: Claim, verdict: str) -> str:
 
 
 def readme_table(registry: dict[str, Claim]) -> str:
-    """The same claims without measurements, so that it changes only with claims.yml."""
+    """The paper's claims without measurements, so that it changes only with claims.yml, and the
+    count of all."""
     rows = [
-        (in_words(c, c.verdict), c.sentence, c.source or "this book", f"`{c.notebook}.ipynb`")
-        for c in registry.values()
+        (in_words(c, c.verdict), c.sentence, f"`{c.notebook}.ipynb`") for c in of_paper(registry)
     ]
-    return table(("Verdict", "Claim", "Source", "Notebook"), rows)
+    found = [claim.verdict for claim in registry.values()]
+    counts = ", ".join(f"{found.count(v)} {v}" for v in claims.VERDICTS if v in found)
+    return f"{table(('Verdict', 'Claim', 'Notebook'), rows)}\nAll {len(found)} claims: {counts}.\n"
 
 
 def with_claims(text: str, registry: dict[str, Claim]) -> str:

@@ -166,8 +166,9 @@ def test_pages_say_what_was_measured(repository):
     execute(repository, result)
     pages.write(repository)
     book = repository / "book"
-    row = (book / "_generated" / "claims_table.md").read_text().splitlines()[-1]
-    assert row == (
+    table = (book / "_generated" / "claims_paper.md").read_text()
+    assert table in (book / "_generated" / "claims_all.md").read_text()
+    assert table.splitlines()[-1] == (
         "| **supported** | The bias is negative. | −0.25 | 9 | {cite:t}`qiu2025` "
         "| {doc}`/executed/36_bias` |"
     )
@@ -179,7 +180,11 @@ def test_pages_say_what_was_measured(repository):
     assert (downloads / "source.ipynb").read_text() == "source"
     assert (downloads / "executed.ipynb").is_file()
     readme = (repository / "README.md").read_text()
-    assert "| **supported** | The bias is negative. | qiu2025 | `36_bias.ipynb` |" in readme
+    assert "| **supported** | The bias is negative. | `36_bias.ipynb` |" in readme
+    assert "All 1 claims: 1 supported." in readme
+    counts = (book / "_generated" / "claims_counts.md").read_text().splitlines()
+    assert counts[0] == "| Page | supported |"
+    assert counts[2:] == ["| {doc}`/executed/36_bias` | 1 |", "| **all** | 1 |"]
 
 
 def test_pages_are_the_same_when_written_again(repository):
@@ -197,7 +202,7 @@ def test_a_claim_that_its_notebook_does_not_check_is_an_error(repository):
 def test_a_claim_of_a_later_notebook_waits(repository):
     (repository / "notebooks" / "36_bias.ipynb").unlink()
     pages.write(repository)
-    table = (repository / "book" / "_generated" / "claims_table.md").read_text()
+    table = (repository / "book" / "_generated" / "claims_paper.md").read_text()
     row = "| **supported** | The bias is negative. |  |  | {cite:t}`qiu2025` | to come |\n"
     assert table.endswith(row)
 
@@ -209,7 +214,7 @@ def test_an_exploratory_claim_says_so(repository):
     assert "chosen after seeing these data" in result.markdown()
     execute(repository, result)
     pages.write(repository)
-    for page in ("README.md", "book/_generated/claims_table.md"):
+    for page in ("README.md", "book/_generated/claims_paper.md"):
         assert "| **supported**, exploratory |" in (repository / page).read_text()
 
 
