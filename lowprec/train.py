@@ -274,7 +274,9 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
     recorder.restore(model, optimizer)
     if on_gpu if config.compile is None else config.compile:
         model.loss = torch.compile(model.loss)
-    replicas = torch.nn.parallel.DistributedDataParallel(model) if group.size > 1 else model
+    replicas = model
+    if group.size > 1:
+        replicas = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     probe = None if config.impl == "sdpa" else model.new_probe()
     amp = on_gpu if config.amp is None else config.amp
     seeds = functools.partial(draw_seed, config, group)
