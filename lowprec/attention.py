@@ -127,7 +127,8 @@ def _triton():
 
 
 def _wants_shadow(policy: PrecisionPolicy, probe) -> bool:
-    return probe is not None or policy.delta_from in ("o_fp32", "o_split", "o_redrawn")
+    unrounded = policy.delta_from in ("o_fp32", "o_split", "o_redrawn")
+    return probe is not None or unrounded or policy.delta_bias != 0
 
 
 def _wants_stored(policy: PrecisionPolicy, dtype: torch.dtype) -> bool:

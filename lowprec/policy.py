@@ -24,7 +24,9 @@ Where each field acts, per query row and over key blocks (rnd_f is the rounding 
 output that is never rounded (same p, unrounded accumulator over unrounded l); "o_split", o plus
 its BF16 residual; "o_redrawn", the shadow output rounded to o's format a second time,
 stochastically and with random bits of its own, an error as large as o's that the forward never
-saw; "dp", rowsum(P * dP) instead.
+saw; "dp", rowsum(P * dP) instead. `delta_bias` c adds c * |delta_o - delta_ref| to it, where
+delta_o reads the stored O and delta_ref the shadow output: a bias of the size that rounding
+makes, with any share of it and either sign.
 """
 
 from __future__ import annotations
@@ -157,12 +159,14 @@ class PrecisionPolicy:
     delta_from: str = "o"
     shift: Shift = Shift()
     l_floor: float = 0.0
+    delta_bias: float = 0.0
 
     def __post_init__(self):
         for name in SITES:
             self._set(name, Site.parse)
         self._set("shift", Shift.parse)
         self._set("l_floor", float)
+        self._set("delta_bias", float)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(
@@ -171,6 +175,8 @@ class PrecisionPolicy:
                 )
         if not 0 <= self.l_floor < float("inf"):
             raise UserError(f"policy field l_floor: {self.l_floor} must be 0 (off) or positive")
+        if not abs(self.delta_bias) < float("inf"):
+            raise UserError(f"policy field delta_bias: {self.delta_bias} must be finite; 0 is off")
 
     def _set(self, name, convert):
         try:
@@ -208,7 +214,7 @@ class PrecisionPolicy:
     @property
     def slug(self) -> str:
         """The text form with file-name characters only, e.g. "low.delta_from-o_fp32"."""
-        text = str(self).lower().replace("+", ".")
+        text = str(self).lower().replace("+", ".").replace("=-", "=minus")
         return re.sub(r"[^a-z0-9_.]+", "-", text).strip("-")
 
     @classmethod

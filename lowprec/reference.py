@@ -214,6 +214,8 @@ def _backward(t, q, k, v, do, policy, rnd, tile, scale):
     t.delta_o = rnd("dodo", do * t.o).sum(-1)
     t.delta_ref = (do * t.o_fp32).sum(-1)
     t.delta = _delta(t, p, do, policy, rnd)
+    if policy.delta_bias:
+        t.delta = t.delta + policy.delta_bias * (t.delta_o - t.delta_ref).abs()
     t.ds = rnd("ds", p * (t.dp - t.delta[..., None]))
 
     n_q, n_k = q.shape[2], k.shape[2]

@@ -135,7 +135,7 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
     drawn = PrecisionPolicy(o=f"{policy.o.fmt.name}:stochastic")
     redrawn = flips * flip(drawn, "o", t.o_fp32.abs() + of["o_fp32"])
     residual = (t.o_fp32 - t.o).abs() + of["o"] + of["o_fp32"]
-    of["delta"] = delta = {
+    delta = {
         "o": of["delta_o"],
         "o_fp32": row_sum(t.o_fp32, of["o_fp32"], "dodo"),
         "o_split": row_sum(t.o_fp32, of["o_fp32"] + flips * 2.0**-7 * residual, "dodo"),
@@ -143,6 +143,8 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
         "dp": (of_p * (t.dp.abs() + of_dp) + p * of_dp).sum(-1)
         + sum_noise(q.shape[2]) * (p * t.dp.abs()).sum(-1),
     }[policy.delta_from]
+    delta = delta + abs(policy.delta_bias) * (of["delta_o"] + of["delta_ref"])
+    of["delta"] = delta
     gap = (t.dp - t.delta[..., None]).abs()
     of_gap = of_dp + delta[..., None] + 4 * U * (t.dp.abs() + t.delta[..., None].abs())
     of_ds = of_p * gap + (p + of_p) * of_gap + 2 * U * p * gap

@@ -36,6 +36,7 @@ ONE_FIELD = [
     *(LOW.replace(**{x: "bf16" if getattr(LOW, x).is_fp32 else "fp32"}) for x in SITES),
     LOW.replace(o="fp16"), LOW.replace(p="e8m4"), LOW.replace(ds="e8m10"),
     LOW.replace(l_from="p_rounded"), LOW.replace(l_floor=3.0),
+    LOW.replace(delta_bias=0.5), FA2.replace(delta_from="o_fp32", delta_bias=-2.0),
     *(LOW.replace(delta_from=source) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
 ]  # fmt: skip
 SHIFTS = ["beta(beta=7)", "beta(beta=2,gamma=0.5,tol=0.1)", "offset(amplitude=0.5)",
@@ -153,6 +154,7 @@ LIVE = {
     "delta_from": ("o_fp32", {"delta", "dq", "dk"}),
     "shift": ("offset(amplitude=0.3)", FORWARD),
     "l_floor": (50.0, FORWARD),
+    "delta_bias": (0.5, {"delta", "dq", "dk"}),
 }
 
 

@@ -25,17 +25,20 @@ UPSTREAM = {
     "dp": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "delta", "dv"),
     "dodo": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "dp", "dv"),
     "delta_from": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "dp", "dv"),
+    "delta_bias": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "dp", "dv"),
     "ds": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "dp", "delta", "dv"),
     "dq_acc": ORDER[:-3] + ("dk", "dv"),
     "dkdv_acc": ORDER[:-3] + ("dq",),
 }
 OWN = {"shift": "x", "l_from": "l", "l_floor": "l", "dodo": "delta", "delta_from": "delta",
+       "delta_bias": "delta",
        "dq_acc": "dq", "dkdv_acc": "dk"}  # fmt: skip
 CHANGES = {
     "l_from": ["p_rounded"],
     "delta_from": ["o_fp32", "o_split", "o_redrawn", "dp"],
     "shift": ["beta(beta=2)", "offset(amplitude=0.3)", "dither(amplitude=0.3)"],
     "l_floor": [100.0],
+    "delta_bias": [0.5, -0.5],
 }
 
 
@@ -116,6 +119,7 @@ def test_presets_are_the_design_table():
         (lambda: LOW.replace(delta_from="q"), ("delta_from", "o_split")),
         (lambda: LOW.replace(l_floor=-1), ("l_floor",)),
         (lambda: LOW.replace(l_floor="x"), ("l_floor",)),
+        (lambda: LOW.replace(delta_bias="inf"), ("delta_bias", "finite")),
         (lambda: LOW.replace(shift="beta(gama=1)"), ("shift", "gama")),
         (lambda: LOW.replace(shift="wild"), ("shift", "wild", "dither")),
         (lambda: PrecisionPolicy.parse("LOW+delta=o"), ("delta", "delta_from")),

@@ -113,7 +113,7 @@ def attention_bwd_dq_kernel(
     n, scale, seed,
     H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, PROBE: tl.constexpr, DELTA_FROM: tl.constexpr,
-    REDRAWN: tl.constexpr,
+    REDRAWN: tl.constexpr, DELTA_BIAS: tl.constexpr,
     S: tl.constexpr, EXACT: tl.constexpr, DODO: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
     DQ_ACC: tl.constexpr, PIECES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -142,17 +142,19 @@ def attention_bwd_dq_kernel(
     end = tl.minimum(start + BM, n) if CAUSAL else n
     mid = ((start + 1) if CAUSAL else n) // BN * BN  # every query of the block sees keys below it
 
+    MEASURED: tl.constexpr = PROBE or DELTA_BIAS != 0
     b_delta = tl.zeros([BM], tl.float32)
-    if PROBE or DELTA_FROM == "o" or DELTA_FROM == "o_split":
+    if MEASURED or DELTA_FROM == "o" or DELTA_FROM == "o_split":
         b_o = load_rows(p_o + o_bh, sot, o_q, n, D, EVEN, NATIVE).to(tl.float32)
-    if PROBE or DELTA_FROM == "o_fp32" or DELTA_FROM == "o_split" or DELTA_FROM == "o_redrawn":
+    if MEASURED or DELTA_FROM == "o_fp32" or DELTA_FROM == "o_split" or DELTA_FROM == "o_redrawn":
         b_o_fp32 = load_rows(p_o_fp32 + o_bh, sot, o_q, n, D, EVEN, NATIVE).to(tl.float32)
-    if PROBE or DELTA_FROM == "o":
+    if MEASURED or DELTA_FROM == "o":
         b_dodo = round_site(b_do.to(tl.float32) * b_o, DODO, who, o_q[:, None], o_d, NATIVE)
         b_delta = tl.sum(b_dodo, 1)
-    if PROBE:
+    if MEASURED:
         b_ref = tl.sum(b_do.to(tl.float32) * b_o_fp32, 1)
         b_bias = tl.where(o_q < n, b_delta - b_ref, 0.0)
+    if PROBE:
         m_tied = tl.load(p_ties + o_row, mask=o_q < n, other=0) > 1
         tl.store(p_delta_o + o_row, b_delta, mask=o_q < n)
         tl.store(p_delta_ref + o_row, b_ref, mask=o_q < n)
@@ -177,6 +179,8 @@ def attention_bwd_dq_kernel(
             b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, o_q, mid, end, n, scale, who,
             D, BN, CAUSAL, True, EVEN, S, EXACT, DP, PIECES, NATIVE,
         )  # fmt: skip
+    if DELTA_BIAS != 0:
+        b_delta += DELTA_BIAS * tl.abs(b_bias)
     tl.store(p_delta + o_row, b_delta, mask=o_q < n)
 
     b_dq = tl.zeros([BM, D], tl.float32)

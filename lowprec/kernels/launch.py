@@ -167,8 +167,8 @@ def backward(
     """(dq, dk, dv, delta, delta_o, delta_ref, sums); the last three None without `probe`.
 
     o: the output as the backward reads it (`o_stored` of `forward` if there is one); o_fp32: the
-    shadow output, needed for delta_from="o_fp32", "o_split", "o_redrawn" and, like `ties`, for
-    `probe`.
+    shadow output, needed for delta_from="o_fp32", "o_split", "o_redrawn", for delta_bias and, like
+    `ties`, for `probe`.
     delta (the one used), delta_o (from o), delta_ref (from o_fp32): (B, H, T) float32. sums:
     (H, 3) float32, per head the sum of delta_o - delta_ref, of its absolute value, and the number
     of rows whose largest score is tied.
@@ -190,6 +190,7 @@ def backward(
         q, k, v, do, o, o_fp32, lse, ties, delta, delta_o, delta_ref, sums, dq,
         *strides(q, k, v, do, o, dq), n, scale, seed, **same, **sizes,
         PROBE=probe, DELTA_FROM=policy.delta_from, REDRAWN=redrawn_code(policy),
+        DELTA_BIAS=policy.delta_bias,
         **constants(policy, "s", "dodo", "dp", "ds", "dq_acc"),
     )  # fmt: skip
     sizes = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
