@@ -1,15 +1,10 @@
 """Does an error of the attention output correlate with the gradient behind it? A small model.
 
-The gradient dO is taken where the forward pass stood, at O + err and not at O. If H is the matrix
-of second derivatives of the loss L with respect to the outputs, then to first order
-
-    dO . err = (dL/dO) . err + err . H err
-
+The gradient dO is taken where the forward pass stood, at O + err and not at O. With H, the second
+derivatives of the loss L with respect to the outputs, dO . err = (dL/dO) . err + err . H err + ...
 The first term has the mean 0 if the error has; the second has the sign of the curvature. With err
-and -err on one batch, half the sum of the two values of dO . err is the even part, which is
-err . H err up to fourth order, and half their difference the odd part.
-
-The model is plain FP32 without autocast; `watch` adds an error to the output of every attention.
+and -err on one batch, half the sum of the two dO . err is the even part, err . H err up to fourth
+order, and half their difference the odd part. The model is FP32 without autocast.
 """
 
 from contextlib import ExitStack, contextmanager
