@@ -30,6 +30,8 @@ class GPTConfig:
     layers: policies that differ from `policy`, as {"1": ...} for a layer, {"1/0,6,7": ...} for some
         of its heads and {"*/0": ...} for a head of every layer; a later entry wins.
     qk_norm: RMS norm of each query and key, with a weight per channel (Henry et al. 2020).
+    center_keys: subtract from each key the mean of all keys of its head and sequence. The softmax is
+        the same: q times the mean is common to a row, so nothing leaks from later tokens either.
     gate: o times sigmoid(W_G x), elementwise, before the output projection (Qiu et al. 2025).
     logit_softcap: c tanh(logits / c) on the output logits, 0 is off (Gemma 2).
     """
@@ -44,6 +46,7 @@ class GPTConfig:
     tile: int | None = None
     impl: str = "auto"
     qk_norm: bool = False
+    center_keys: bool = False
     gate: bool = False
     logit_softcap: float = 0.0
 
@@ -129,7 +132,11 @@ class Block(nn.Module):
         c = self.config
         shape = (x.shape[0], x.shape[1], c.n_head, c.n_embd // c.n_head)
         q, k, v = (t.view(shape).transpose(1, 2) for t in self.qkv(x).split(c.n_embd, dim=2))
-        return (self.norm_q(q), self.norm_k(k), v) if c.qk_norm else (q, k, v)
+        if c.qk_norm:
+            q, k = self.norm_q(q), self.norm_k(k)
+        if c.center_keys:
+            k = (k.float() - k.float().mean(2, keepdim=True)).to(k.dtype)
+        return q, k, v
 
     def attention(self, q, k, v, probe=None, seed: int = 0):
         """Attention of all heads, one call for each group of heads that share a policy."""

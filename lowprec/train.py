@@ -71,6 +71,8 @@ class TrainConfig:
     """largest global gradient norm"""
     qk_norm: bool = False
     """RMS norm of queries and keys"""
+    center_keys: bool = False
+    """subtract the mean key, which the softmax does not see"""
     gate: bool = False
     """a sigmoid gate on the attention output"""
     logit_softcap: float = 0.0
