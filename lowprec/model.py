@@ -30,8 +30,8 @@ class GPTConfig:
     layers: policies that differ from `policy`, as {"1": ...} for a layer, {"1/0,6,7": ...} for some
         of its heads and {"*/0": ...} for a head of every layer; a later entry wins.
     qk_norm: RMS norm of each query and key, with a weight per channel (Henry et al. 2020).
-    center_keys: subtract from each key the mean of all keys of its head and sequence. The softmax is
-        the same: q times the mean is common to a row, so nothing leaks from later tokens either.
+    center_keys: subtract from each key the mean of all keys of its head and sequence. The softmax
+        is the same: q times the mean is common to a row, so nothing leaks from later tokens.
     gate: o times sigmoid(W_G x), elementwise, before the output projection (Qiu et al. 2025).
     logit_softcap: c tanh(logits / c) on the output logits, 0 is off (Gemma 2).
     """
