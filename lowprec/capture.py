@@ -211,12 +211,21 @@ class Capture:
     tensors: dict[str, torch.Tensor]
     meta: dict
 
+    def __repr__(self) -> str:
+        where = f"step {self.step}, layer {self.layer}, heads {self.heads}"
+        return f"Capture({self.path.stem}: {where}, sequences {self.sequences}, {self.policy})"
+
     @classmethod
     def load(cls, path) -> Capture:
-        """Read and check a file; `UserError` where it is missing, damaged or something else."""
-        path = Path(path)
+        """Read and check a file; `UserError` where it is missing, damaged or something else.
+
+        path: from the working directory, else from the root of the clone.
+        """
+        path = runs.at_root(path)
         if not path.is_file():
-            raise UserError(f"there is no capture {path}")
+            names = sorted(p.stem for p in path.parent.glob("*.safetensors"))
+            has = f"; that folder has {', '.join(names)}" if names else ""
+            raise UserError(f"there is no capture {path}{has}")
         try:
             with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}

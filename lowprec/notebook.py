@@ -144,7 +144,8 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
         except PapermillExecutionError as error:
             raise _sentence(source, error) or error from None
     seconds = time.monotonic() - start
-    nb = as_page(nb, source.stem, profile, seconds, keep_injected=bool(parameters))
+    name = f"forks/{source.stem}" if source.parent.name == "forks" else source.stem
+    nb = as_page(nb, name, profile, seconds, keep_injected=bool(parameters))
     if profile == "recorded" and not parameters:
         from lowprec import claims
 
@@ -287,6 +288,12 @@ def _rerun_cell(about: dict):
         badges.append(f"Computed on this page: {links(computed)}.")
     for machine, figures in recorded.items():
         badges.append(f"Drawn from runs recorded on {html.escape(machine)}: {links(figures)}.")
+    if not name.startswith("forks/"):  # the book offers its own pages only
+        badges.append(
+            f'Download <a href="{folder}/source.ipynb" download="{name}.ipynb">the notebook</a> '
+            f'or\n<a href="{folder}/executed.ipynb" download="{name}-executed.ipynb">this page, '
+            "executed</a>."
+        )
     items = "\n".join(f"<li>{badge}</li>" for badge in badges)
     text = f"""Rerun this page:
 
@@ -296,8 +303,6 @@ papermill notebooks/{name}.ipynb out.ipynb -f notebooks/profiles/{profile}.yaml
 
 <ul class="lowprec-provenance">
 {items}
-<li>Download <a href="{folder}/source.ipynb" download="{name}.ipynb">the notebook</a> or
-<a href="{folder}/executed.ipynb" download="{name}-executed.ipynb">this page, executed</a>.</li>
 </ul>"""
     return new_markdown_cell(text, id="rerun", metadata={"tags": ["rerun"]})
 

@@ -215,9 +215,18 @@ def test_damage_and_foreign_files(tmp_path):
     broken.write_text("a text\n" * 50)
     with pytest.raises(UserError, match="damaged or no capture"):
         Capture.load(broken)
-    with pytest.raises(UserError, match="no capture"):
+    with pytest.raises(UserError, match="no capture .*; that folder has .*broken"):
         Capture.load(tmp_path / "nothing.safetensors")
+    with pytest.raises(UserError, match="no capture [^;]*$"):
+        Capture.load(tmp_path / "nowhere" / "nothing.safetensors")
     Capture.load(path)
+
+
+def test_a_recorded_capture_is_found_from_a_folder_below_and_shown_in_a_line(monkeypatch):
+    monkeypatch.chdir(runs.repo_root() / "notebooks" / "profiles")
+    specimen = Capture.load("data/captures/low-c-seed6-1230.safetensors")
+    where = "step 1230, layer 1, heads [3], sequences [13], LOW"
+    assert repr(specimen) == f"Capture(low-c-seed6-1230: {where})"
 
 
 def test_what_save_refuses(tmp_path, monkeypatch):

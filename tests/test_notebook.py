@@ -1,6 +1,7 @@
 """Parameters are checked in the kernel; an executed notebook becomes a clean page or nothing."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -203,3 +204,26 @@ def test_the_template_runs_and_reaches_a_verdict(tmp_path):
     about = page.metadata["lowprec"]
     assert [v["verdict"] for v in about["verdicts"]] == ["supported"]
     assert about["figures"] and about["seconds"] < 60
+
+
+def forked():
+    """The template with its cells replaced by the blocks of book/fork.md, as that page says."""
+    page = (ROOT / "book" / "fork.md").read_text()
+    blocks = re.findall(r"^```(?:markdown|python)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    nb = nbformat.read(ROOT / "notebooks" / "_template.ipynb", 4)
+    cells = [cell for cell in nb.cells if cell.id not in ("figure-text", "verdict-text")]
+    for cell, block in zip(cells, blocks, strict=True):
+        cell.source = block.rstrip("\n")
+    return nb
+
+
+def test_the_example_of_the_fork_page_runs_and_reaches_a_verdict(tmp_path):
+    source = tmp_path / "forks" / "normaliser.ipynb"
+    source.parent.mkdir()
+    nbformat.write(forked(), source)
+    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+    about = page.metadata["lowprec"]
+    assert [v["verdict"] for v in about["verdicts"]] == ["inconclusive"]
+    assert about["figures"] and about["seconds"] < 60
+    assert "papermill notebooks/forks/normaliser.ipynb" in page.cells[1].source
+    assert "downloads" not in page.cells[1].source
