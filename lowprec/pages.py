@@ -37,7 +37,7 @@ def write(root: Path) -> list[Path]:
     shutil.rmtree(generated, ignore_errors=True)
     titles = {name: title(nb) for name, nb in executed.items()}
     texts = {
-        generated / "claims_paper.md": claims_table(of_paper(registry), results, titles),
+        generated / "claims_paper.md": claims_table(of_paper(registry), results, titles, "Source"),
         generated / "claims_counts.md": counts_table(registry, results, titles),
         generated / "claims_all.md": all_claims(registry, results, titles),
     }
@@ -106,23 +106,24 @@ def page_of(name: str, titles: dict[str, str]) -> str:
     return f"{{doc}}`/executed/{name}`" if name in titles else "to come"
 
 
-def claims_table(some: list[Claim], results, titles) -> str:
-    """Some claims, with the measurement if a page made one."""
+def claims_table(some: list[Claim], results, titles, leave_out: str = "") -> str:
+    """Some claims, with the measurement if a page made one, but for the column `leave_out`."""
     rows = []
     for claim in some:
         result = results.get(claim.id)
         measured = result is not None and result.value is not None
         rows.append(
-            (
-                in_words(claim, verdict_of(claim, results)),
-                claim.sentence,
-                result.text if measured else "",
-                result.n if measured else "",
-                f"{{cite:t}}`{claim.source}`" if claim.source else "this book",
-                page_of(claim.notebook, titles),
-            )
+            {
+                "Verdict": in_words(claim, verdict_of(claim, results)),
+                "Claim": claim.sentence,
+                "Measured": result.text if measured else "",
+                "n": result.n if measured else "",
+                "Source": f"{{cite:t}}`{claim.source}`" if claim.source else "this book",
+                "Page": page_of(claim.notebook, titles),
+            }
         )
-    return table(("Verdict", "Claim", "Measured", "n", "Source", "Page"), rows)
+    header = [name for name in rows[0] if name != leave_out] if rows else []
+    return table(tuple(header), [[row[name] for name in header] for row in rows])
 
 
 def by_page(registry: dict[str, Claim]) -> dict[str, list[Claim]]:
@@ -147,7 +148,7 @@ def counts_table(registry, results, titles) -> str:
 def all_claims(registry, results, titles) -> str:
     """A section a page."""
     return "\n".join(
-        f"## {titles.get(name, name)}\n\n{claims_table(some, results, titles)}"
+        f"## {titles.get(name, name)}\n\n{claims_table(some, results, titles, 'Page')}"
         for name, some in by_page(registry).items()
     )
 

@@ -15,7 +15,9 @@ import re
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
+from matplotlib.collections import QuadMesh
 
 from lowprec import UserError
 from lowprec.notebook import FIGURE_MIME
@@ -99,6 +101,28 @@ def label_ends(ax, labels: dict | None = None, gap: float = 0.055) -> None:
     for height, label, tint in ends:
         previous = max(height, previous + gap)
         ax.text(1.01, previous, label, color=tint, transform=ax.transAxes, va="center")
+
+
+def label_cells(ax, cells, values, text, fontsize=9) -> None:
+    """Write text(value) into each cell of a heat map, in black or white, whichever reads better on
+    the cell's colour: at least 4.5:1, in both themes, since cells keep their colour.
+
+    cells: what `imshow` or `pcolormesh` returned; values: (rows, columns), as it shows them.
+    """
+    offset = 0.5 if isinstance(cells, QuadMesh) else 0.0
+    panel = ax.figure.axes.index(ax)
+    for (row, column), value in np.ndenumerate(np.asarray(values)):
+        tint = "#ffffff" if luminance(cells.to_rgba(value)[:3]) < 0.18 else "#000000"
+        ax.text(
+            column + offset, row + offset, text(value), color=tint, fontsize=fontsize,
+            ha="center", va="center", gid=f"cell_{panel}_{row}_{column}",
+        )  # fmt: skip
+
+
+def luminance(rgb) -> float:
+    """Relative luminance of an sRGB colour, each part from 0 to 1 (WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def show_table(frame: pd.DataFrame, **formats):

@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("agg")
 
+import matplotlib.colors as mcolors
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -160,3 +161,22 @@ def test_a_policy_has_one_colour_whatever_it_is_called_by():
     assert plots.colour(LOW.replace(delta_from="o_fp32")) == plots.COLOURS["LOW+delta_from=o_fp32"]
     assert plots.colour(FA2) == plots.COLOURS["FA2"]
     assert plots.colour("LOW+p=fp32") == plots.colour(LOW.replace(p="fp32"))
+
+
+@pytest.mark.parametrize("draw", ["imshow", "pcolormesh"])
+@pytest.mark.parametrize("cmap", ["viridis", "RdBu_r", "Greys"])
+def test_a_label_is_read_on_its_cell(draw, cmap):
+    values = np.linspace(0, 1, 40).reshape(4, 10)
+    fig, ax = plots.subplots()
+    cells = getattr(ax, draw)(values, cmap=cmap, vmin=0, vmax=1)
+    plots.label_cells(ax, cells, values, "{:.2f}".format)
+    fig.canvas.draw()
+    shown = {text.get_text(): text for text in ax.texts}
+    for (row, column), value in np.ndenumerate(values):
+        text = shown[f"{value:.2f}"]
+        cell = mcolors.to_hex(cells.to_rgba(value))
+        assert contrast(text.get_color(), cell) >= 4.5
+        x, y = ax.transData.inverted().transform(text.get_window_extent().get_points().mean(0))
+        corner = 0.0 if draw == "pcolormesh" else -0.5
+        assert (int(x - corner), int(y - corner)) == (column, row)
+    plt.close(fig)
