@@ -148,7 +148,7 @@ def counts_table(registry, results, titles) -> str:
 def all_claims(registry, results, titles) -> str:
     """A section a page."""
     return "\n".join(
-        f"## {titles.get(name, name)}\n\n{claims_table(some, results, titles, 'Page')}"
+        f"## {titles.get(name, name)}\n\nPage: {page_of(name, titles)}\n\n{claims_table(some, results, titles, 'Page')}"
         for name, some in by_page(registry).items()
     )
 
