@@ -147,10 +147,11 @@ def counts_table(registry, results, titles) -> str:
 
 def all_claims(registry, results, titles) -> str:
     """A section a page."""
-    return "\n".join(
-        f"## {titles.get(name, name)}\n\nPage: {page_of(name, titles)}\n\n{claims_table(some, results, titles, 'Page')}"
-        for name, some in by_page(registry).items()
-    )
+    sections = []
+    for name, some in by_page(registry).items():
+        head = f"## {titles.get(name, name)}\n\nPage: {page_of(name, titles)}\n\n"
+        sections.append(head + claims_table(some, results, titles, "Page"))
+    return "\n".join(sections)
 
 
 def in_words(claim: Claim, verdict: str) -> str:
