@@ -111,8 +111,9 @@ def label_cells(ax, cells, values, text, fontsize=9) -> None:
     """
     offset = 0.5 if isinstance(cells, QuadMesh) else 0.0
     panel = ax.figure.axes.index(ax)
+    dark = "#010101"  # pure black is no colour in the SVG, which then takes the page's
     for (row, column), value in np.ndenumerate(np.asarray(values)):
-        tint = "#ffffff" if luminance(cells.to_rgba(value)[:3]) < 0.18 else "#000000"
+        tint = "#ffffff" if luminance(cells.to_rgba(value)[:3]) < 0.18 else dark
         ax.text(
             column + offset, row + offset, text(value), color=tint, fontsize=fontsize,
             ha="center", va="center", gid=f"cell_{panel}_{row}_{column}",

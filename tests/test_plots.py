@@ -172,6 +172,8 @@ def test_a_label_is_read_on_its_cell(draw, cmap):
     plots.label_cells(ax, cells, values, "{:.2f}".format)
     fig.canvas.draw()
     shown = {text.get_text(): text for text in ax.texts}
+    drawn = plots.svg(fig, "cells", "labels")
+    assert all(text.get_color() in drawn for text in ax.texts)
     for (row, column), value in np.ndenumerate(values):
         text = shown[f"{value:.2f}"]
         cell = mcolors.to_hex(cells.to_rgba(value))
