@@ -70,8 +70,11 @@ def run(q, k, v, do, policy, tile=None, causal=True, scale=None, seed=0):
     return SimpleNamespace(o=o, o_fp32=o_fp32, lse=lse, ties=ties, **named)
 
 
-def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=0):
+def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=0, by_row=False):
     """What of `got` does not agree with the emulation of this policy, in words.
+
+    by_row: in a gradient as many elements may lie beyond noise as `reached` expects. Captured rows
+    have few weights that count, so that one flip carries a whole row; drawn ones stay below SHARE.
 
     Left out are rows whose sum has underflowed (only a shift brings that about), and dk and dv of
     their heads: exp2 flushes what is below 2^-126, which for the other rows is under FP32 noise.
@@ -92,7 +95,7 @@ def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=
         if not (distance <= far).all():
             wrong.append(f"{name}: {(distance / far).max():.3g} of its bound")
         share = (distance > within).double().mean()
-        if share > max(SHARE, noise["reached"].get(name, 0)):
+        if share > max(SHARE, noise["reached"].get(name, 0) if by_row else 0):
             wrong.append(f"{name}: {share:.3f} of the elements beyond FP32 noise")
         truth = getattr(exact, {"o_fp32": "o"}.get(name, name), None)
         if truth is None:
