@@ -61,6 +61,8 @@ def cases() -> list[Case]:
         Case(policy=p) for p in (
             "ALL_FP32", "FA2", "PAPER", "LOW", "LOW+delta_from=o_fp32", "LOW+delta_from=o_split",
             "LOW+delta_from=dp", "PAPER+shift=beta(beta=7)", "LOW+o_acc=bf16:stochastic",
+            "FA2+delta_from=o_fp32", "FA2+delta_from=o_split", "FA2+delta_from=dp",
+            "FA2+o=bf16:stochastic",
         )
     ] + [
         Case(policy="FA2", tile=64), Case(policy="FA2", tile=128), Case(policy="PAPER", tile=128),
