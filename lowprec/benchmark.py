@@ -25,6 +25,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -153,6 +154,53 @@ def measure(case: Case, released=None) -> dict:
     row = dataclasses.asdict(case) | {"peak_mib": peak / 2**20}
     for half, times in (("forward", forward), ("backward", backward)):
         row |= {f"{half}_{name}": value for name, value in times.items()}
+    return row
+
+
+TRAINED = (("FA2", "triton"), ("FA2", "sdpa"), ("FA2+delta_from=o_fp32", "triton"),
+           ("FA2+delta_from=o_split", "triton"))  # fmt: skip
+
+
+def training_step(policy: str, impl: str = "triton", steps: int = 40, device: str = "cuda",
+                  **sizes) -> dict:  # fmt: skip
+    """Tokens per second and peak memory in MiB of GPT-2's training step, without probes.
+
+    The step of `lowprec.train`: compiled but for attention, BF16 autocast over FP32 weights,
+    AdamW, deterministic algorithms. Random tokens, 32 sequences. sizes: of `GPTConfig`.
+    Source of the sizes left out: the preset gpt2.
+    """
+    from lowprec import train
+    from lowprec.model import GPT
+
+    config = dataclasses.replace(train.PRESETS["gpt2"], policy=policy, impl=impl, **sizes)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model()).to(device)
+    if device == "cuda":
+        model.loss = torch.compile(model.loss)
+        torch.cuda.reset_peak_memory_stats()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    shape = (config.batch_size, config.block_size)
+    batches = [(torch.randint(50257, shape, device=device),) * 2]
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+
+    def step():
+        train._gradients(model, train.Group(device), batches, None, True, lambda i, count: 0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    with train.deterministic():
+        for _ in range(5):
+            step()
+        wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        wait()
+    rate = steps * shape[0] * shape[1] / (time.perf_counter() - start)
+    row = dict(policy=policy, impl=impl, tokens_per_second=rate)
+    if device == "cuda":
+        row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
     return row
 
 
@@ -285,6 +333,7 @@ def record(tests: Path | None = None, sweep: bool = True, released: Path | None 
         with torch._functorch.config.patch(donated_buffer=False):
             out["cases"].append(measure(PUBLISHED, load_released(released)))
         out["released_sha256"] = hashlib.sha256(released.read_bytes()).hexdigest()
+    out["training"] = [training_step(*case) for case in TRAINED]
     out["sweep"] = [sweep_one(*job) for job in plan if job[2] is not None]
     return out
 

@@ -6,7 +6,7 @@ notebook measures and calls `check`; the verdict follows from the rule, not from
 file records the verdict of the `recorded` profile, and a measurement that disagrees with it fails
 the build: a refuted claim is a result, a verdict that changes unseen is not.
 
-    not run         the profile cannot measure it
+    not run         the profile cannot measure it, or there is no observation yet
     inconclusive    fewer observations than the claim needs, or an interval that holds the threshold
     supported       the metric satisfies the operator and the threshold
     refuted         it does not
@@ -87,7 +87,7 @@ class Claim:
 
     def verdict_on(self, value, n: int, interval=None, profile: str = "recorded") -> str:
         """The verdict that the rule gives for a measured value; see the module's docstring."""
-        if profile not in self.profile:
+        if profile not in self.profile or n == 0:
             return "not run"
         if not math.isfinite(value):
             raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
@@ -125,7 +125,8 @@ class Result:
     def measured(self) -> str:
         c = self.claim
         if self.verdict == "not run":
-            return f"needs profile {' or '.join(c.profile)}"
+            needs = f"needs profile {' or '.join(c.profile)}"
+            return needs if self.profile not in c.profile else "nothing is recorded yet, n = 0"
         need = f", {c.n} needed" if self.n < c.n else ""
         value = number(self.value, exact=True) if c.is_exact else self.text
         return f"{c.metric} {value}, n = {self.n}{need}"

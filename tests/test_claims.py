@@ -69,6 +69,12 @@ def test_a_profile_that_cannot_measure_a_claim_does_not_run_it(registry):
     assert "needs profile recorded or gpu" in result.markdown()
 
 
+def test_without_an_observation_a_claim_is_not_run(registry):
+    result = claims.check("bias", math.nan, 0, path=registry(ENTRY))
+    assert (result.verdict, result.value) == ("not run", None)
+    assert "nothing is recorded yet, n = 0" in result.markdown()
+
+
 def test_a_verdict_other_than_the_recorded_one_stops_the_build(registry):
     path = registry(ENTRY)
     assert claims.check("bias", -1, 8, path=path).verdict == "supported"
