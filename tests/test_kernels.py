@@ -159,8 +159,8 @@ LIVE = {
 
 
 @functools.cache
-def of_low(device):
-    inputs = inputs_on(device)
+def of_low(device, short=False):
+    inputs = family("normal", (1, 1, 100, 64), device=device) if short else inputs_on(device)
     return inputs, run(*inputs, LOW)
 
 
@@ -182,9 +182,13 @@ def test_each_field_changes_its_site_and_nothing_upstream(device, field):
 @pytest.mark.parametrize("field", FIELDS)
 def test_bounds_notice_each_field(device, field):
     """Kernels that run LOW do not pass for a policy that differs in one field, and what betrays
-    them lies downstream of it. (Ties, of rows with the same scores, change only with s.)"""
+    them lies downstream of it. (Ties, of rows with the same scores, change only with s.)
+
+    delta_bias moves delta by a part of delta_o - delta_ref. The bound of a sum grows with its
+    length and in rows of 1000 keys is larger than that, hence the short ones.
+    """
     value, downstream = LIVE[field]
-    inputs, got = of_low(device)
+    inputs, got = of_low(device, short=field == "delta_bias")
     wrong = beyond_bounds(got, inputs, LOW.replace(**{field: value}))
     noticed = {sentence.partition(":")[0] for sentence in wrong}
     with_o_fp32 = {"delta_ref"} if "o_fp32" in downstream else set()
