@@ -308,6 +308,13 @@ def need_gpu() -> None:
         raise UserError("the benchmark needs an NVIDIA GPU and there is none")
 
 
+def count_tests(junit: Path) -> dict[str, int]:
+    """Tests, failures, errors and skipped ones of a junit file, all suites together."""
+    suites = list(ElementTree.parse(junit).getroot().iter("testsuite"))
+    names = ("tests", "failures", "errors", "skipped")
+    return {name: sum(int(suite.get(name)) for suite in suites) for name in names}
+
+
 def record(tests: Path | None = None, sweep: bool = True, released: Path | None = None) -> dict:
     """Measure everything. tests: the junit file of the GPU tests, summed up in the record.
     released: the published attention.py."""
@@ -322,10 +329,7 @@ def record(tests: Path | None = None, sweep: bool = True, released: Path | None 
         list(pool.map(_compile, [job for job in plan if job[1].impl == "triton"]))
     out = dict(date=datetime.date.today().isoformat(), **runs.provenance("cuda"))
     if tests is not None:
-        suites = ElementTree.parse(tests).getroot().iter("testsuite")
-        counts = [{k: int(s.get(k)) for k in ("tests", "failures", "errors", "skipped")}
-                  for s in suites]  # fmt: skip
-        out["gpu_tests"] = {name: sum(c[name] for c in counts) for name in counts[0]}
+        out["gpu_tests"] = count_tests(tests)
     out["ceilings"] = ceilings()
     out["cases"] = [measure(case) for _, case, block in plan if block is None]
     if released is not None:
