@@ -69,6 +69,14 @@ def test_a_profile_that_cannot_measure_a_claim_does_not_run_it(registry):
     assert "needs profile recorded or gpu" in result.markdown()
 
 
+@pytest.mark.parametrize("n, words", [(0, "not recorded yet"), (5, "not yet, 5 of 8 recorded")])
+def test_a_claim_whose_runs_are_to_come_has_no_verdict(registry, n, words):
+    result = claims.check("bias", None, n, path=registry(ENTRY))
+    assert (result.verdict, result.value) == ("not run", None)
+    assert words in result.markdown()
+    assert claims.Result.from_dict(result.as_dict()) == result
+
+
 def test_a_verdict_other_than_the_recorded_one_stops_the_build(registry):
     path = registry(ENTRY)
     assert claims.check("bias", -1, 8, path=path).verdict == "supported"
