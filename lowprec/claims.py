@@ -6,7 +6,7 @@ notebook measures and calls `check`; the verdict follows from the rule, not from
 file records the verdict of the `recorded` profile, and a measurement that disagrees with it fails
 the build: a refuted claim is a result, a verdict that changes unseen is not.
 
-    not run         the profile cannot measure it, or there is no observation yet
+    not run         the profile cannot measure it, or its runs are not recorded yet
     inconclusive    fewer observations than the claim needs, or an interval that holds the threshold
     supported       the metric satisfies the operator and the threshold
     refuted         it does not
@@ -87,7 +87,7 @@ class Claim:
 
     def verdict_on(self, value, n: int, interval=None, profile: str = "recorded") -> str:
         """The verdict that the rule gives for a measured value; see the module's docstring."""
-        if profile not in self.profile or n == 0:
+        if profile not in self.profile or value is None or n == 0:
             return "not run"
         if not math.isfinite(value):
             raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
@@ -125,8 +125,9 @@ class Result:
     def measured(self) -> str:
         c = self.claim
         if self.verdict == "not run":
-            needs = f"needs profile {' or '.join(c.profile)}"
-            return needs if self.profile not in c.profile else "nothing is recorded yet, n = 0"
+            if self.profile in c.profile:
+                return f"not yet, {self.n} of {c.n} recorded" if self.n else "not recorded yet"
+            return f"needs profile {' or '.join(c.profile)}"
         need = f", {c.n} needed" if self.n < c.n else ""
         value = number(self.value, exact=True) if c.is_exact else self.text
         return f"{c.metric} {value}, n = {self.n}{need}"
@@ -219,8 +220,9 @@ def check(id: str, value, n: int, interval=None, profile: str = "recorded", note
           path: Path | None = None) -> Result:  # fmt: skip
     """Judge a claim of claims.yml by its measured value.
 
-    value: the claim's metric (a number or a bool). n: observations behind it. interval: (low,
-    high) of the value, inconclusive when the threshold lies inside. note: a sentence shown below.
+    value: the claim's metric (a number or a bool), None while what it needs is not recorded. n:
+    observations behind it. interval: (low, high) of the value, inconclusive when the threshold lies
+    inside. note: a sentence shown below.
     Raises `UserError` for an unknown id and for a value that is not finite. A reader who changes a
     parameter may well get another verdict than the recorded one; a page of the book may not, and
     `lowprec.notebook.execute` sees to that with `compare`.

@@ -120,6 +120,29 @@ def label_cells(ax, cells, values, text, fontsize=9) -> None:
         )  # fmt: skip
 
 
+def draw_outcomes(ax, arms: dict) -> None:
+    """A row for each arm, a mark for each run: a disc at the onset of its explosion, a ring at the
+    last step at which a run without one was watched.
+
+    arms: label to `lowprec.survival.Arm`, from top to bottom.
+    """
+    for y, arm in enumerate(arms.values()):
+        tint = colour(arm.config.policy)
+        if not arm.n:
+            end = arm.config.steps
+            words = dict(va="center", ha="right", fontsize=9, alpha=0.7)
+            ax.text(end, y, f"{len(arm.seeds)} planned, none recorded", **words)
+            continue
+        offsets = np.linspace(-0.28, 0.28, arm.n) if arm.n > 1 else np.zeros(1)
+        for run, offset in zip(arm.runs.itertuples(), offsets, strict=True):
+            face = tint if run.exploded else "none"
+            ax.plot(run.duration, y + offset, "o", ms=4.5, mec=tint, mfc=face)
+    ax.set(yticks=range(len(arms)), yticklabels=list(arms), xlabel="step")
+    ax.set(ylim=(len(arms) - 0.5, -0.5))
+    ax.set_xlim(0, 1.03 * max(arm.config.steps for arm in arms.values()))
+    ax.grid(axis="y", visible=False)
+
+
 def luminance(rgb) -> float:
     """Relative luminance of an sRGB colour, each part from 0 to 1 (WCAG 2)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]

@@ -11,15 +11,68 @@ What counts as an explosion, and when a run is censored, is decided in `lowprec.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from lowprec import UserError
+from lowprec.runs import data_root, load_runs
 
 SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
 """To say "prevents": seeds an arm, share of the base's seeds that explode, adjusted p below."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An arm of a campaign: what was planned, `config` of its first seed and `seeds`, and what is
+    recorded, `runs`, its part of `load_runs` or None."""
+
+    name: str
+    config: object
+    seeds: tuple[int, ...]
+    runs: pd.DataFrame | None
+
+    @property
+    def n(self) -> int:
+        return 0 if self.runs is None else len(self.runs)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every planned seed is recorded."""
+        return self.n > 0 and set(self.seeds) <= set(self.runs.seed)
+
+    @property
+    def exploded(self) -> int:
+        return int(self.runs.exploded.sum()) if self.n else 0
+
+    @property
+    def by_seed(self) -> dict:
+        """The runs, {seed: Run}."""
+        return dict(zip(self.runs.seed, self.runs.run, strict=True)) if self.n else {}
+
+
+def load_arms(campaign) -> dict[str, Arm]:
+    """The arms that a campaign plans, with as much of each as is recorded, perhaps nothing.
+
+    campaign: its name in data/runs, or its folder. Raises `UserError` as `load_campaign` and
+    `load_runs` do, but not for runs that are still to come.
+    """
+    from lowprec.campaign import load_campaign
+
+    folder = data_root() / "runs" / campaign if isinstance(campaign, str) else Path(campaign)
+    planned: dict[str, list] = {}
+    for job in load_campaign(folder / "campaign.yaml"):
+        planned.setdefault(job.arm, []).append(job.config)
+    recorded = {}
+    if any(folder.glob("[!.]*/run.json")):
+        recorded = dict(iter(load_runs(folder).groupby("arm")))
+    return {
+        arm: Arm(arm, configs[0], tuple(c.seed for c in configs), recorded.get(arm))
+        for arm, configs in planned.items()
+    }
 
 
 def kaplan_meier(table: pd.DataFrame, by: str = "arm") -> pd.DataFrame:

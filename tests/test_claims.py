@@ -72,7 +72,15 @@ def test_a_profile_that_cannot_measure_a_claim_does_not_run_it(registry):
 def test_without_an_observation_a_claim_is_not_run(registry):
     result = claims.check("bias", math.nan, 0, path=registry(ENTRY))
     assert (result.verdict, result.value) == ("not run", None)
-    assert "nothing is recorded yet, n = 0" in result.markdown()
+    assert "not recorded yet" in result.markdown()
+
+
+@pytest.mark.parametrize("n, words", [(0, "not recorded yet"), (5, "not yet, 5 of 8 recorded")])
+def test_a_claim_whose_runs_are_to_come_has_no_verdict(registry, n, words):
+    result = claims.check("bias", None, n, path=registry(ENTRY))
+    assert (result.verdict, result.value) == ("not run", None)
+    assert words in result.markdown()
+    assert claims.Result.from_dict(result.as_dict()) == result
 
 
 def test_a_verdict_other_than_the_recorded_one_stops_the_build(registry):

@@ -5,6 +5,7 @@ import io
 import itertools
 import re
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
 import matplotlib
 
@@ -16,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lowprec import UserError, plots
+from lowprec import UserError, plots, survival
 from lowprec.notebook import FIGURE_MIME
 from lowprec.policy import FA2, LOW
 
@@ -98,6 +99,25 @@ def test_the_fallback_is_a_png_on_white():
 def test_a_figure_that_would_not_serve_is_refused(changes, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         bundle(**changes)
+
+
+def test_outcomes_tell_exploded_censored_and_missing_runs_apart():
+    def arm(policy, runs):
+        config = SimpleNamespace(policy=policy, steps=7000)
+        return survival.Arm("a", config, (0, 1), runs)
+
+    runs = pd.DataFrame(dict(seed=[0, 1], duration=[2000, 7000], exploded=[True, False]))
+    fig, ax = plots.subplots()
+    plots.draw_outcomes(ax, {"base": arm("LOW", runs), "to come": arm("FA2", None)})
+    exploded, censored = ax.get_lines()
+    assert (exploded.get_xdata()[0], censored.get_xdata()[0]) == (2000, 7000)
+    assert exploded.get_markerfacecolor() == plots.colour("LOW") == censored.get_markeredgecolor()
+    assert censored.get_markerfacecolor() == "none"
+    (words,) = ax.texts
+    assert words.get_text() == "2 planned, none recorded"
+    assert words.get_position()[1] == 1
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["base", "to come"]
+    plt.close(fig)
 
 
 def test_end_labels_do_not_overlap():

@@ -1,5 +1,6 @@
 """Time to explosion against published data, scipy, and counts done by hand."""
 
+import shutil
 from itertools import combinations
 from math import comb
 
@@ -9,7 +10,7 @@ import pytest
 import scipy.stats
 
 from lowprec import UserError, runs
-from lowprec.survival import compare_arms, holm, kaplan_meier
+from lowprec.survival import compare_arms, holm, kaplan_meier, load_arms
 
 
 def arm(name, durations, exploded):
@@ -210,3 +211,35 @@ def test_unfinished_runs_are_not_in_the_table(tmp_path):
     shutil.copytree(source, tmp_path / "low-seed1")
     shutil.copytree(source, tmp_path / ".low-seed2.part")
     assert list(runs.load_runs(tmp_path).name) == ["low-seed1"]
+
+
+PLAN = """
+question: q
+predictions: [p]
+preset: mini
+train: {lr: 4.0e-3, warmup: 1000, steps: 7000}
+arms:
+  low: {policy: LOW, seeds: [0, 1]}
+  fa2: {policy: FA2, tile: 128, seeds: [1]}
+"""
+
+
+def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
+    (tmp_path / "campaign.yaml").write_text(PLAN)
+    arms = load_arms(tmp_path)
+    assert {name: (a.seeds, a.n, a.exploded, a.complete) for name, a in arms.items()} == {
+        "low": ((0, 1), 0, 0, False), "fa2": ((1,), 0, 0, False)
+    }  # fmt: skip
+    assert (arms["fa2"].config.policy, arms["fa2"].config.tile) == ("FA2", 128)
+    assert arms["fa2"].by_seed == {}
+
+    mini = runs.data_root() / "runs" / "mini"
+    for seed, complete in ((0, False), (1, True)):
+        shutil.copytree(mini / f"low-seed{seed}", tmp_path / f"low-seed{seed}")
+        arms = load_arms(tmp_path)
+        low = arms["low"]
+        assert (low.n, low.exploded, low.complete) == (seed + 1, seed + 1, complete)
+        assert low.by_seed[seed].name == f"low-seed{seed}"
+        assert not arms["fa2"].complete
+    with pytest.raises(UserError, match="no campaign file"):
+        load_arms("nowhere")
