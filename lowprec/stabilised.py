@@ -2,8 +2,9 @@
 
 Where a row's largest score r is tied, the rule of Qiu & Yao (2025, section 4, Algorithm 1)
 subtracts beta * r (r > 0) or gamma * r (r < 0) instead of r; here it is `Shift("beta")` of
-`lowprec.policy`. In exact arithmetic nothing changes. In a format whose smallest number is f, all weights of a row
-vanish once exp(-(beta - 1) r) < f / 2, and before that a floor under their sum takes over.
+`lowprec.policy`. In exact arithmetic nothing changes. In a format whose smallest number is f, all
+weights of a row vanish once exp(-(beta - 1) r) < f / 2, and before that a floor under their sum
+takes over.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 
 import torch
 
+from lowprec.attention import trace
 from lowprec.formats import BF16, Format, round_to
 from lowprec.reference import emulate, shifted_max
 
@@ -67,6 +69,18 @@ def vanishes_above(fmt, subnormals=True) -> float:
 def acts(t) -> torch.Tensor:
     """Rows of a trace in which the rule changes the maximum, (B, H, T) bool; untiled, tol 0."""
     return (t.ties > 1) & (t.s.amax(-1) != 0)
+
+
+def retrace(capture, **changes):
+    """The trace of a capture on the CPU under its policy with some fields changed; `policy` in it.
+
+    As `Capture.replay` without its check, which is another trace."""
+    policy = capture.policy.replace(**changes)
+    inputs = (capture.tensors[name] for name in ("q", "k", "v", "do"))
+    how = dict(tile=capture.tile, scale=capture.scale, impl="emulate", seed=capture.meta["seed"])
+    t = trace(*inputs, policy, capture.meta["causal"], **how)
+    t.policy = policy
+    return t
 
 
 def compare(capture, base, t, rows) -> dict[str, float]:

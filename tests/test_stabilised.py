@@ -15,6 +15,7 @@ from lowprec.stabilised import (
     attend,
     compare,
     made_rows,
+    retrace,
     shifted_softmax,
     tied_weight,
     vanishes_above,
@@ -89,6 +90,16 @@ def test_the_rule_acts_on_tied_rows_whose_maximum_is_not_zero():
 def failing():
     capture = Capture.load(data_root() / "captures" / "low-c-seed6-1230.safetensors")
     return capture, capture.replay()
+
+
+def test_a_trace_without_the_check_is_the_replay(failing):
+    capture, base = failing
+    assert base.reproduced and torch.equal(retrace(capture).o, base.o)
+    changed = retrace(capture, shift=Shift("beta"), l_floor=1e-10)
+    assert changed.policy.diff(capture.policy).keys() == {"shift", "l_floor"}
+    where = acts(base)
+    assert torch.equal(changed.o[~where], base.o[~where])
+    assert not torch.equal(changed.o[where], base.o[where])
 
 
 def test_a_capture_beside_itself_has_not_changed(failing):
