@@ -71,13 +71,15 @@ def acts(t) -> torch.Tensor:
     return (t.ties > 1) & (t.s.amax(-1) != 0)
 
 
-def retrace(capture, **changes):
+def retrace(capture, seed=None, **changes):
     """The trace of a capture on the CPU under its policy with some fields changed; `policy` in it.
 
-    As `Capture.replay` without its check, which is another trace."""
+    As `Capture.replay` without its check, which is another trace. seed: of random roundings, by
+    default the captured one; their bits are those of a head alone in its batch."""
     policy = capture.policy.replace(**changes)
     inputs = (capture.tensors[name] for name in ("q", "k", "v", "do"))
-    how = dict(tile=capture.tile, scale=capture.scale, impl="emulate", seed=capture.meta["seed"])
+    how = dict(tile=capture.tile, scale=capture.scale, impl="emulate")
+    how["seed"] = capture.meta["seed"] if seed is None else seed
     t = trace(*inputs, policy, capture.meta["causal"], **how)
     t.policy = policy
     return t
