@@ -1,0 +1,76 @@
+"""Remedies on captures: gradients, errors, centred keys, and the word on an arm."""
+
+import pandas as pd
+import pytest
+import torch
+
+from lowprec.capture import Capture
+from lowprec.reference import oracle
+from lowprec.rivals import (
+    centred,
+    delta_error,
+    effect,
+    exact_gradient,
+    gradient_error,
+    query_gradient,
+)
+from lowprec.runs import data_root
+from lowprec.stabilised import retrace
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    return Capture.load(data_root() / "captures" / "fa2-b-healthy-seed4-1580.safetensors")
+
+
+def test_the_gradient_is_the_one_that_autograd_finds(healthy):
+    x, w, k, v, do = (healthy.tensors[n].double() for n in ("x", "w_q", "k", "v", "do"))
+    w.requires_grad_()
+    q = torch.einsum("stc,hdc->shtd", x, w)
+    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    p = (healthy.scale * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    (p @ v).backward(do)
+    dq = oracle(q.detach(), k, v, scale=healthy.scale, do=do).dq
+    torch.testing.assert_close(query_gradient(healthy, dq), w.grad, rtol=1e-9, atol=1e-15)
+
+
+def test_an_exact_gradient_has_no_error_and_no_gradient_one_of_one(healthy):
+    exact = exact_gradient(healthy)
+    t = retrace(healthy)
+    assert 0 < gradient_error(healthy, t, exact) < 0.1
+    t.dq = torch.zeros_like(t.dq)
+    assert gradient_error(healthy, t, exact) == pytest.approx(1)
+
+
+def test_centred_keys_have_no_mean_and_the_same_softmax(healthy):
+    other = centred(healthy)
+    k = other.tensors["k"].double()
+    assert k.mean(2).norm() < 1e-2 * healthy.tensors["k"].double().mean(2).norm()
+    p, q = (
+        oracle(*(c.tensors[n] for n in ("q", "k", "v")), scale=c.scale).p_bwd
+        for c in (healthy, other)
+    )
+    assert (p - q).abs().sum(-1).mean() < 0.02
+    assert torch.equal(other.tensors["q"], healthy.tensors["q"])
+
+
+def test_the_error_of_delta_is_of_the_one_used(healthy):
+    t = retrace(healthy, delta_from="o_fp32")
+    assert (delta_error(t) == 0).all() and (t.delta_o != t.delta_ref).any()
+    t = retrace(healthy, delta_from="o")
+    assert torch.equal(delta_error(t), (t.delta_o - t.delta_ref).double())
+
+
+@pytest.mark.parametrize(
+    ("exploded", "median", "p", "word"),
+    [
+        (0, float("inf"), 0.001, "not seen in 4"),
+        (4, 6000, 0.2, "no effect seen"),
+        (3, 6000, 0.01, "postpones"),
+        (4, 1500, 0.01, "hastens"),
+    ],
+)
+def test_the_word_on_an_arm(exploded, median, p, word):
+    base = pd.Series(dict(n=8, exploded=8, median=3700.0, p_holm=float("nan")))
+    row = dict(exploded=exploded, median=median, p_holm=p, verdict="not seen in 4")
+    assert effect(pd.Series(row), base) == word
