@@ -28,7 +28,6 @@ from lowprec import UserError, runs
 from lowprec.attention import attention, trace
 from lowprec.capture import Capture
 from lowprec.formats import BF16, round_to, ulp
-from lowprec.policy import PrecisionPolicy
 from lowprec.reference import oracle
 
 SDPA = {
@@ -58,11 +57,13 @@ GROUP, LEVEL = 16, 40.0
 
 @dataclass(frozen=True)
 class Program:
-    """One way to compute causal attention; `call(q, k, v)` is differentiable."""
+    """One way to compute causal attention; `call(q, k, v)` is differentiable. policy, tile: of
+    ours, which also show the delta that their backward uses."""
 
     name: str
     call: callable
-    policy: PrecisionPolicy | None = None
+    policy: str | None = None
+    tile: int | None = None
 
 
 def programs(device) -> dict[str, Program]:
@@ -80,7 +81,7 @@ def _ours(name, policy, tile):
     def call(q, k, v):
         return attention(q, k, v, policy, tile=tile)
 
-    return Program(name, call, PrecisionPolicy.parse(policy))
+    return Program(name, call, policy, tile)
 
 
 def _sdpa(name):
@@ -207,26 +208,25 @@ class Specimens:
         return dq[0].double().mT @ self.x
 
     def run(self, program) -> dict:
-        """What the program is off by, float64: `o`, `delta` as read from its O (or as its policy
-        reads it), `dq`, `gradient` of W_Q and `implied`, the error of delta that its dQ shows."""
-        leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
-        o = program.call(*leaves)
-        (dq,) = torch.autograd.grad(o, leaves[:1], self.do)
-        error = o.detach().double() - self.exact.o
-        delta = (self.do.double() * error).sum(-1)
-        if program.policy is not None and program.policy.delta_from != "o":
-            delta = self.delta_error(program.policy)
-        of_dq = dq.double() - self.exact.dq
-        key = self.exact.mean_key
+        """What the program is off by, float64: `o`, `delta` as read from its O (ours: as used),
+        `dq`, `gradient` of W_Q, and `implied`, the error of delta that its dQ shows."""
+        if program.policy is None:
+            leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
+            o = program.call(*leaves)
+            (dq,) = torch.autograd.grad(o, leaves[:1], self.do)
+            error = o.detach().double() - self.exact.o
+            delta = (self.do.double() * error).sum(-1)
+        else:
+            t = self.trace(program.policy, program.tile)
+            error, dq, delta = t.o.double() - self.exact.o, t.dq, t.delta - self.exact.delta
+        of_dq, key = dq.double() - self.exact.dq, self.exact.mean_key
         implied = -(of_dq * key).sum(-1) / (self.scale * key.square().sum(-1))
         gradient = self.of_query_weights(of_dq)
         return dict(o=error, delta=delta, dq=of_dq, gradient=gradient, implied=implied)
 
-    def delta_error(self, policy):
-        """Error of the delta that the backward of a policy uses, (1, captures, tokens) float64."""
-        how = dict(scale=self.scale, impl="emulate")
-        used = trace(self.q, self.k, self.v, self.do, policy, **how).delta
-        return used.double() - self.exact.delta
+    def trace(self, policy, tile=None):
+        """`lowprec.attention.trace` of these inputs."""
+        return trace(self.q, self.k, self.v, self.do, policy, tile=tile, scale=self.scale)
 
 
 def measure_captures(specimens: Specimens, found: dict[str, dict]) -> list[dict]:
