@@ -43,6 +43,7 @@ POLICIES = {
     "FA2 tile 128": ("FA2", 128),
     "FA2 o_fp32": ("FA2+delta_from=o_fp32", None),
     "FA2 p_rounded": ("FA2+l_from=p_rounded", None),
+    "FA2 both": ("FA2+delta_from=o_fp32+l_from=p_rounded", None),
     "RELEASED": ("RELEASED", 512),
 }
 """Our own implementation: policy and tile."""
@@ -307,7 +308,8 @@ def measure(specimens: Specimens, **size) -> dict:
             if program.policy is None or name in (OURS, "RELEASED"):
                 ties += measure_ties(program, device, **size)
         except Exception as error:  # a kernel that does not run here must not hide the others
-            failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"[:300]
+            words = str(error).strip().partition("\n")[0][:300]
+            failed[name] = f"{type(error).__name__}: {words}"
     if OURS not in found:
         raise UserError(f"our own kernel does not run here: {failed[OURS]}")
     table = measure_captures(specimens, found)
