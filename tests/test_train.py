@@ -1,6 +1,7 @@
 """Model, probes, trainer and campaign, with a model that trains in a second."""
 
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -309,8 +310,15 @@ def test_captures_and_the_window_leave_the_run_alone(tmp_path):
     assert (errors.error_norm > 0).all() and (errors.error_norm < errors.grad_norm).all()
 
 
-def test_fp16_scales_the_loss_and_nothing_recorded_shows_it(tmp_path):
-    """The scale is 2^16: losses, gradient norms and sums of delta are those of FP32 training."""
+@pytest.fixture
+def low_scale(monkeypatch):
+    """Start from 2^10: a batch of 32 tokens overflows at PyTorch's own 2^16."""
+    start_low = functools.partial(torch.amp.GradScaler, init_scale=1024.0)
+    monkeypatch.setattr(torch.amp, "GradScaler", start_low)
+
+
+def test_fp16_scales_the_loss_and_nothing_recorded_shows_it(tmp_path, low_scale):
+    """Losses, gradient norms and sums of delta are those of FP32 training, up to rounding."""
     plain = train(small(amp=False), tmp_path / "a")
     half = train(small(amp="fp16"), tmp_path / "b")
     for name in ("loss", "grad_norm"):
@@ -336,19 +344,19 @@ def overflowing(monkeypatch, at: int, scales: list):
     monkeypatch.setattr(module, "_gradients", broken)
 
 
-def test_fp16_skips_a_step_whose_gradient_is_not_finite(tmp_path, monkeypatch):
+def test_fp16_skips_a_step_whose_gradient_is_not_finite(tmp_path, monkeypatch, low_scale):
     scales = []
     overflowing(monkeypatch, 1, scales)
     run = train(small(amp="fp16", weights_at=(0, 1, 2, 3, 4)), tmp_path / "a")
     before = [torch.load(p)["token.weight"] for p in sorted((tmp_path / "a/.weights").iterdir())]
     same = [torch.equal(a, b) for a, b in zip(before, before[1:], strict=False)]
     assert same == [False, True, False, False], "step 1 and no other is skipped"
-    assert scales == [65536, 65536, 32768, 32768]
+    assert scales == [1024, 1024, 512, 512]
     assert list(np.isfinite(run.metrics.grad_norm)) == [True, False, True, True]
     assert np.isfinite(run.metrics.loss).all() and run.info["ended"] == "completed"
 
 
-def test_in_fp16_too_a_non_finite_loss_ends_all_updates(tmp_path, monkeypatch):
+def test_in_fp16_too_a_non_finite_loss_ends_all_updates(tmp_path, monkeypatch, low_scale):
     forward = GPT.forward
     calls = []
 
@@ -357,34 +365,32 @@ def test_in_fp16_too_a_non_finite_loss_ends_all_updates(tmp_path, monkeypatch):
         return calls[-1] * (float("nan") if len(calls) == 2 else 1.0)
 
     monkeypatch.setattr(GPT, "forward", failing)
-    run = train(small(amp="fp16", weights_at=(1, 2, 3)), tmp_path / "a")
+    run = train(small(amp="fp16", probe_every=4, weights_at=(1, 2, 3)), tmp_path / "a")
     a, b, c = (torch.load(p)["token.weight"] for p in sorted((tmp_path / "a/.weights").iterdir()))
     assert run.info["ended"] == "non-finite" and run.info["steps"] == 2
     assert torch.equal(a, b) and torch.equal(b, c), "the finite loss after it made an update"
 
 
-def test_a_resumed_fp16_run_keeps_its_scale(tmp_path, monkeypatch):
+def test_a_resumed_fp16_run_keeps_its_scale(tmp_path, monkeypatch, low_scale):
     config = small(amp="fp16", steps=6, checkpoint_every=3)
-    overflowing(monkeypatch, 1, [])
-    whole = train(config, tmp_path / "a")
-    monkeypatch.undo()
-    monkeypatch.chdir(runs.repo_root())
     scales, measured = [], Recorder.measured
-    overflowing(monkeypatch, 1, scales)
+    with monkeypatch.context() as patch:
+        overflowing(patch, 1, scales)
+        whole = train(config, tmp_path / "a")
 
     def interrupted(self, *numbers):
         measured(self, *numbers)
         if self.step == 4:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Recorder, "measured", interrupted)
-    with pytest.raises(UserError, match="stopped after 4 steps"):
-        train(config, tmp_path / "b")
-    monkeypatch.undo()
-    monkeypatch.chdir(runs.repo_root())
+    with monkeypatch.context() as patch:
+        overflowing(patch, 1, [])
+        patch.setattr(Recorder, "measured", interrupted)
+        with pytest.raises(UserError, match="stopped after 4 steps"):
+            train(config, tmp_path / "b")
     overflowing(monkeypatch, -1, scales)
     resumed = train(config, tmp_path / "b", resume=True)
-    assert scales[-2:] == [32768, 32768], "the checkpoint forgot the scale"
+    assert scales[-2:] == [512, 512], "the checkpoint forgot the scale"
     assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
     assert resumed.metrics.equals(whole.metrics)
 
