@@ -3,10 +3,9 @@
 The runs of a campaign kept their weights at some steps (`TrainConfig.weights_at`). Two runs with
 one seed that differ in a single setting are a pair, and so are two seeds of one arm. For each kept
 step and each weight matrix this compares one run's numbers with the other's, and writes all that
-into one small table beside the campaign, after which the weights themselves may go:
+into one small table, with the facts of its runs, after which the weights themselves may go:
 
-    python -m lowprec.pairs data/runs/pairs flash:fp32 bf16:fp32 fp32:fp32
-    rm -r data/runs/pairs/*/.weights
+    python -m lowprec.pairs runs/pairs flash:fp32 bf16:fp32 fp32:fp32
 
 `fp32:fp32` stands for all pairs of seeds of that arm. A pair of which a run is missing is left out.
 """
@@ -17,6 +16,7 @@ import argparse
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -100,7 +100,7 @@ def compare(folder, names: list[str], device: str = "cpu") -> pd.DataFrame:
     """Distances of every pair at every step that both kept: columns `COLUMNS`.
 
     moved: rms distance of the second run's weights from its own at step 0, to set the rest beside
-    (NaN if it did not keep those).
+    (NaN if it did not keep those). The table's `attrs` say what the runs were, see `facts`.
     """
     pairs = named_pairs(runs.load_runs(Path(folder)), names)
     if not pairs:
@@ -114,11 +114,25 @@ def compare(folder, names: list[str], device: str = "cpu") -> pd.DataFrame:
             if a.name in now and b.name in now:
                 rows += _rows(name, a, b, step, now, start.get(b.name))
     table = pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
-    table.attrs = dict(
-        weights_sha256={name: run.info["weights_sha256"] for name, run in used.items()},
-        **runs.provenance(device),
-    )
+    table.attrs = facts(used)
     return table
+
+
+def facts(used: dict[str, runs.Run]) -> dict:
+    """What a table of distances says of its runs: `shared`, all that their run.json have in common,
+    and `runs`, by name: the rest, `loss` (mean of the last 50 steps, nats) and `skipped` (steps
+    whose gradient was not finite)."""
+    flat = {
+        name: {k: v for k, v in run.info.items() if k != "config"} | run.info["config"]
+        for name, run in used.items()
+    }
+    every = list(flat.values())
+    shared = {k: v for k, v in every[0].items() if all(k in i and i[k] == v for i in every)}
+    own = {name: {k: v for k, v in i.items() if k not in shared} for name, i in flat.items()}
+    for name, run in used.items():
+        own[name]["loss"] = float(run.metrics.loss.tail(runs.WINDOW).mean())
+        own[name]["skipped"] = int((~np.isfinite(run.metrics.grad_norm)).sum())
+    return dict(shared=shared, runs=own)
 
 
 def _rows(name, a, b, step, now, start) -> list[dict]:

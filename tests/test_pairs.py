@@ -76,9 +76,15 @@ def test_pairs_of_a_campaign(folder):
 def test_the_table_on_disk_says_which_runs(folder, capsys):
     pairs.main([str(folder), "low:plain", "--device", "cpu"])
     table = pd.read_parquet(folder / "weights.parquet")
-    assert table.attrs["hardware"] == "CPU" and "2 pairs" not in capsys.readouterr().out
-    hashes = {run.name: run.info["weights_sha256"] for run in runs.load_runs(folder).run}
-    assert table.attrs["weights_sha256"] == hashes
+    assert "1 pairs" in capsys.readouterr().out
+    shared, own = table.attrs["shared"], table.attrs["runs"]
+    assert shared["hardware"] == "CPU" and shared["n_embd"] == 32 and "policy" not in shared
+    for run in runs.load_runs(folder).run:
+        of_run = own[run.name]
+        assert of_run["weights_sha256"] == run.info["weights_sha256"]
+        assert (of_run["arm"], of_run["seed"]) == (run.info["arm"], run.seed)
+        assert of_run["policy"] == run.info["config"]["policy"] and of_run["skipped"] == 0
+        assert of_run["loss"] == pytest.approx(run.metrics.loss.mean())
 
 
 def test_weights_of_another_run_are_refused(folder):
