@@ -146,6 +146,12 @@ def _rows(name, a, b, step, now, start) -> list[dict]:
     return rows
 
 
+def along(table: pd.DataFrame, pair: str, column: str, weight: str = "all") -> pd.DataFrame:
+    """One distance of a pair: a row a step, a column (seed, other_seed) for each two runs."""
+    rows = table[(table.pair == pair) & (table.weight == weight)]
+    return rows.pivot(index="step", columns=["seed", "other_seed"], values=column)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Compare the kept weights of a campaign's runs."""
     parser = argparse.ArgumentParser(prog="python -m lowprec.pairs", description=main.__doc__)
