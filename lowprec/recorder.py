@@ -181,7 +181,14 @@ class Recorder:
         text = json.dumps(self.info, indent=1) + "\n"
         runs.write_atomic(self.part / "run.json", lambda file: file.write(text.encode()))
 
-    def checkpoint(self, model, optimizer):
+    def keep_weights(self, model):
+        """All weights as they are, for `lowprec.pairs`; hidden, being too large for git."""
+        if self.group.rank == 0:
+            folder = self.part / ".weights"
+            folder.mkdir(exist_ok=True)
+            torch.save(model.state_dict(), folder / f"step-{self.step:06d}.pt")
+
+    def checkpoint(self, model, optimizer, scaler):
         """Everything that the next step depends on, in one file."""
         self.collect()
         if self.step > self.flushed:
@@ -190,7 +197,8 @@ class Recorder:
             return
         state = dict(
             config=json.dumps(self.info["config"]), step=self.step, model=model.state_dict(),
-            optimizer=optimizer.state_dict(), seconds=self.seconds + time.time() - self.clock,
+            optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
+            seconds=self.seconds + time.time() - self.clock,
             metrics=torch.tensor(self.metrics, dtype=torch.float64),
             probes=[torch.from_numpy(p) for p in self.probes],
             onset=[torch.from_numpy(p) for p in self.onset],
@@ -198,7 +206,7 @@ class Recorder:
         )  # fmt: skip
         runs.write_atomic(self.part / "checkpoint.pt", lambda file: torch.save(state, file))
 
-    def restore(self, model, optimizer):
+    def restore(self, model, optimizer, scaler):
         """Put everything where the checkpoint of an unfinished run left it."""
         if not self.resumes:
             return
@@ -217,19 +225,20 @@ class Recorder:
             )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.began = (self.step, time.time())
         self.metrics = [(int(row[0]), *row[1:]) for row in state["metrics"].tolist()]
         self.probes, self.onset = ([p.numpy() for p in state[k]] for k in ("probes", "onset"))
         self.recent.extend(p.numpy() for p in state["recent"])
 
-    def stopped(self, model, optimizer):
+    def stopped(self, model, optimizer, scaler):
         """Leave the run where it is, on request."""
         self.collect()
         self.flush("stopped", model)
         goes_on = "nothing goes on from there, since checkpoint_every is 0"
         if self.config.checkpoint_every:
-            self.checkpoint(model, optimizer)
+            self.checkpoint(model, optimizer, scaler)
             goes_on = "with --resume, or started again by its campaign, it goes on from there"
         raise UserError(
             f"{self.name} was stopped after {self.step} steps, see {self.part}; {goes_on}"
@@ -243,7 +252,7 @@ class Recorder:
 
     def finish(self, end: str, model, out: Path):
         """Write the rest, and give the folder its name."""
-        self.info["weights_sha256"] = weights_sha256(model)
+        self.info["weights_sha256"] = weights_sha256(model.state_dict())
         self.flush(end, model)
         if self.group.rank == 0:
             (self.part / "checkpoint.pt").unlink(missing_ok=True)
@@ -335,10 +344,10 @@ class Specimens:
             self.folder.rmdir()
 
 
-def weights_sha256(model) -> str:
-    """One hash of all weights, bit by bit."""
+def weights_sha256(weights: dict) -> str:
+    """One hash of all weights of a `state_dict`, bit by bit."""
     digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
+    for tensor in weights.values():
         digest.update(tensor.cpu().contiguous().numpy())
     return digest.hexdigest()
 

@@ -42,6 +42,8 @@ class TrainConfig:
     """policies of single layers or heads, e.g. 1 LOW or 1/0,6,7 LOW or */0 LOW"""
     seed: int = 0
     """seeds the weights and the data order"""
+    data_seed: int | None = None
+    """seeds the data order; None is seed"""
     data: str = "shards/pysource"
     """a token shard or a folder of shards, see `lowprec data prepare`"""
     steps: int = 6500
@@ -97,12 +99,15 @@ class TrainConfig:
     """its heads; () takes the one with the largest error"""
     window: tuple[int, int] | None = None
     """steps FIRST LAST in which the error of W_Q's gradient is measured at every step"""
+    weights_at: tuple[int, ...] = ()
+    """steps before which all weights are kept, in the run's .weights folder; `steps` is the end"""
     device: str = "auto"
     """cuda, cpu; auto is a GPU if there is one"""
     compile: bool | None = None
     """torch.compile everything but attention; None means on CUDA"""
-    amp: bool | None = None
-    """BF16 autocast outside attention, over FP32 weights; None means on CUDA"""
+    amp: bool | str | None = None
+    """BF16 autocast outside attention, over FP32 weights; None means on CUDA; fp16 is FP16 autocast
+    with a loss scale, which skips the steps whose gradient (grad_norm) is not finite"""
 
     def __post_init__(self):
         PrecisionPolicy.parse(self.policy)
@@ -111,6 +116,10 @@ class TrainConfig:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise UserError(f"micro_batch={self.micro_batch} must be at least 1, or None")
+        if isinstance(self.amp, str) and self.amp != "fp16":
+            raise UserError(f"amp={self.amp!r} must be True (BF16), fp16, False or None")
+        if any(not 0 <= step <= self.steps for step in self.weights_at):
+            raise UserError(f"weights_at={self.weights_at} must be steps up to steps={self.steps}")
         self._check_captures()
 
     def _check_captures(self):
@@ -131,8 +140,11 @@ class TrainConfig:
                 )
             if self.checkpoint_every:
                 raise UserError("a window is one uninterrupted run; set checkpoint_every=0")
-        if self.impl == "sdpa" and (self.capture_at or self.capture_every or self.window):
+        looks_inside = self.capture_at or self.capture_every or self.window
+        if self.impl == "sdpa" and looks_inside:
             raise UserError("impl='sdpa' shows no intermediates to capture; take impl='triton'")
+        if self.amp == "fp16" and looks_inside:
+            raise UserError("captures and windows are of BF16 or FP32 runs; set amp=True or False")
 
     def model(self) -> GPTConfig:
         names = {f.name for f in dataclasses.fields(GPTConfig)} & set(vars(self))
@@ -273,16 +285,17 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
     # The fused step leaves the weights alone where found_inf is 1. So the first loss that is not
     # finite stops all updates at once, without the host having to wait for each loss.
     broken = optimizer.found_inf = torch.zeros((), device=group.device)
-    recorder.restore(model, optimizer)
+    amp = on_gpu if config.amp is None else config.amp
+    scaler = loss_scaler(amp == "fp16", group, optimizer, broken)
+    recorder.restore(model, optimizer, scaler)
     if on_gpu if config.compile is None else config.compile:
         model.loss = torch.compile(model.loss)
     replicas = model
     if group.size > 1:
         replicas = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     probe = None if config.impl == "sdpa" else model.new_probe()
-    amp = on_gpu if config.amp is None else config.amp
     seeds = functools.partial(draw_seed, config, group)
-    specimens = Specimens(recorder, model, amp, seeds)
+    specimens = Specimens(recorder, model, bool(amp), seeds)
     progress = tqdm(
         range(recorder.step, config.steps), desc=recorder.name, initial=recorder.step,
         total=config.steps, mininterval=1.0, dynamic_ncols=True, disable=group.rank > 0,
@@ -293,11 +306,16 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
             parameters["lr"] = lr
         batches = micro_batches(config, tokens, group, step)
         specimens.before_step(step, batches)
-        loss = _gradients(replicas, group, batches, probe, amp, functools.partial(seeds, step))
+        if step in config.weights_at:
+            recorder.keep_weights(model)
+        draw = functools.partial(seeds, step)
+        loss = _gradients(replicas, group, batches, probe, amp, draw, scaler)
+        scaler.unscale_(optimizer)
         specimens.after_gradients(step)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         broken.copy_(torch.maximum(broken, (~loss.isfinite()).float()))
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
         recorder.measured(loss, norm, lr, probe)
         stopping = stop.is_set() and group.size == 1
@@ -310,19 +328,37 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
             asked = torch.tensor(float(stop.is_set()), device=group.device)
             stopping = group.size > 1 and bool(group.sum(asked)) or stopping
         if stopping:
-            recorder.stopped(model, optimizer)
+            recorder.stopped(model, optimizer, scaler)
         if config.checkpoint_every and recorder.step % config.checkpoint_every == 0:
-            recorder.checkpoint(model, optimizer)
+            recorder.checkpoint(model, optimizer, scaler)
     else:
         reason = "completed"
+        if config.steps in config.weights_at:
+            recorder.keep_weights(model)
     specimens.finish(reason)
     return model, reason
+
+
+def loss_scaler(enabled: bool, group, optimizer, broken) -> torch.amp.GradScaler:
+    """What keeps the gradients of FP16 from underflowing; where not enabled, it does nothing.
+
+    It skips a step whose gradient is not finite, and tells the fused optimizer so in `found_inf`.
+    The hook adds `broken`: a loss that is not finite ends all updates here as well.
+    """
+    if enabled:
+
+        def stop_if_broken(optimizer, *_):
+            optimizer.found_inf = torch.maximum(optimizer.found_inf, broken)
+
+        optimizer.register_step_pre_hook(stop_if_broken)
+    return torch.amp.GradScaler(torch.device(group.device).type, enabled=enabled)
 
 
 def micro_batches(config, tokens, group, step):
     """This process's rows of the batch of a step, as pairs (inputs, targets) on its device."""
     rows = data.rank_rows(config.batch_size, group.rank, group.size)
-    batch = data.batch(tokens, step, config.seed, config.batch_size, config.block_size, rows)
+    seed = config.seed if config.data_seed is None else config.data_seed
+    batch = data.batch(tokens, step, seed, config.batch_size, config.block_size, rows)
     size = config.micro_batch or len(batch[0])
     x, y = (t.to(group.device, non_blocking=True).split(size) for t in batch)
     return list(zip(x, y, strict=True))
@@ -336,17 +372,20 @@ def draw_seed(config, group, step: int, i: int, count: int) -> int:
     return (step * group.size + group.rank) * count + i if draws else 0
 
 
-def _gradients(model, group, batches, probe, amp, seed) -> torch.Tensor:
-    """Leave the gradient of the mean loss in the parameters; return that loss."""
+def _gradients(model, group, batches, probe, amp, seed, scaler) -> torch.Tensor:
+    """Leave the gradient of the mean loss, times the scale, in the parameters; return that loss."""
     kind = torch.device(group.device).type
     rows = sum(len(x) for x, _ in batches)
+    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     total = torch.zeros((), device=group.device)
     for i, (x, y) in enumerate(batches):
         last = i + 1 == len(batches)
         wait = contextlib.nullcontext() if last or group.size == 1 else model.no_sync()
         with wait:
-            with torch.autocast(kind, dtype=torch.bfloat16, enabled=amp):
+            with torch.autocast(kind, dtype=dtype, enabled=bool(amp)):
                 loss = model(x, y, probe, seed(i, len(batches)))
-            (loss * (len(x) / rows)).backward()
+            scaler.scale(loss * (len(x) / rows)).backward()
         total += loss.detach() * (len(x) / rows)
+    if probe is not None and scaler.is_enabled():  # sums of delta are as large as the gradient
+        probe.grad[..., :2] /= scaler.scale(torch.ones_like(total))
     return group.sum(total) / group.size

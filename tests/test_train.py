@@ -1,6 +1,7 @@
 """Model, probes, trainer and campaign, with a model that trains in a second."""
 
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -309,6 +310,102 @@ def test_captures_and_the_window_leave_the_run_alone(tmp_path):
     assert (errors.error_norm > 0).all() and (errors.error_norm < errors.grad_norm).all()
 
 
+@pytest.fixture
+def low_scale(monkeypatch):
+    """Start from 2^10: a batch of 32 tokens overflows at PyTorch's own 2^16."""
+    start_low = functools.partial(torch.amp.GradScaler, init_scale=1024.0)
+    monkeypatch.setattr(torch.amp, "GradScaler", start_low)
+
+
+def test_fp16_scales_the_loss_and_nothing_recorded_shows_it(tmp_path, low_scale):
+    """Losses, gradient norms and sums of delta are those of FP32 training, up to rounding."""
+    plain = train(small(amp=False), tmp_path / "a")
+    half = train(small(amp="fp16"), tmp_path / "b")
+    for name in ("loss", "grad_norm"):
+        assert list(half.metrics[name]) == pytest.approx(list(plain.metrics[name]), rel=2e-3)
+    assert (half.metrics.loss != plain.metrics.loss).any()
+    assert list(half.probes.delta_abs) == pytest.approx(list(plain.probes.delta_abs), rel=0.2)
+    assert half.info["config"]["amp"] == "fp16"
+
+
+def overflowing(monkeypatch, at: int, scales: list):
+    """Make one gradient of the step `at` infinite, as an overflow would; note each step's scale."""
+    from lowprec import train as module
+
+    gradients, steps = module._gradients, iter(range(100))
+
+    def broken(model, *how):
+        loss = gradients(model, *how)
+        scales.append(how[-1].get_scale())
+        if next(steps) == at:
+            next(model.parameters()).grad[0, 0] = float("inf")
+        return loss
+
+    monkeypatch.setattr(module, "_gradients", broken)
+
+
+def test_fp16_skips_a_step_whose_gradient_is_not_finite(tmp_path, monkeypatch, low_scale):
+    scales = []
+    overflowing(monkeypatch, 1, scales)
+    run = train(small(amp="fp16", weights_at=(0, 1, 2, 3, 4)), tmp_path / "a")
+    before = [torch.load(p)["token.weight"] for p in sorted((tmp_path / "a/.weights").iterdir())]
+    same = [torch.equal(a, b) for a, b in zip(before, before[1:], strict=False)]
+    assert same == [False, True, False, False], "step 1 and no other is skipped"
+    assert scales == [1024, 1024, 512, 512]
+    assert list(np.isfinite(run.metrics.grad_norm)) == [True, False, True, True]
+    assert np.isfinite(run.metrics.loss).all() and run.info["ended"] == "completed"
+
+
+def test_in_fp16_too_a_non_finite_loss_ends_all_updates(tmp_path, monkeypatch, low_scale):
+    forward = GPT.forward
+    calls = []
+
+    def failing(self, *how):
+        calls.append(forward(self, *how))
+        return calls[-1] * (float("nan") if len(calls) == 2 else 1.0)
+
+    monkeypatch.setattr(GPT, "forward", failing)
+    run = train(small(amp="fp16", probe_every=4, weights_at=(1, 2, 3)), tmp_path / "a")
+    a, b, c = (torch.load(p)["token.weight"] for p in sorted((tmp_path / "a/.weights").iterdir()))
+    assert run.info["ended"] == "non-finite" and run.info["steps"] == 2
+    assert torch.equal(a, b) and torch.equal(b, c), "the finite loss after it made an update"
+
+
+def test_a_resumed_fp16_run_keeps_its_scale(tmp_path, monkeypatch, low_scale):
+    config = small(amp="fp16", steps=6, checkpoint_every=3)
+    scales, measured = [], Recorder.measured
+    with monkeypatch.context() as patch:
+        overflowing(patch, 1, scales)
+        whole = train(config, tmp_path / "a")
+
+    def interrupted(self, *numbers):
+        measured(self, *numbers)
+        if self.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        overflowing(patch, 1, [])
+        patch.setattr(Recorder, "measured", interrupted)
+        with pytest.raises(UserError, match="stopped after 4 steps"):
+            train(config, tmp_path / "b")
+    overflowing(monkeypatch, -1, scales)
+    resumed = train(config, tmp_path / "b", resume=True)
+    assert scales[-2:] == [512, 512], "the checkpoint forgot the scale"
+    assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
+    assert resumed.metrics.equals(whole.metrics)
+
+
+def test_the_order_of_the_data_has_a_seed_of_its_own(tmp_path):
+    a = train(small(seed=1, steps=1), tmp_path / "a")
+    b = train(small(seed=1, data_seed=1, steps=1), tmp_path / "b")
+    c = train(small(seed=1, data_seed=2, steps=1, weights_at=(0,)), tmp_path / "c")
+    d = train(small(seed=1, steps=1, weights_at=(0,)), tmp_path / "d")
+    assert a.info["weights_sha256"] == b.info["weights_sha256"] == d.info["weights_sha256"]
+    assert c.metrics.loss[0] != a.metrics.loss[0]
+    first = [torch.load(tmp_path / run / ".weights/step-000000.pt") for run in "cd"]
+    assert all(torch.equal(first[0][name], first[1][name]) for name in first[0])
+
+
 def test_the_rolling_captures_before_an_explosion_stay(tmp_path, monkeypatch):
     real = runs.find_explosion
 
@@ -332,7 +429,9 @@ def test_the_rolling_captures_before_an_explosion_stay(tmp_path, monkeypatch):
      (dict(window=(0, 9)), "below 4"), (dict(layers={"7": "LOW"}), "layers: '7'"),
      (dict(micro_batch=0), "micro_batch=0"), (dict(capture_at=(4,)), "capture_at"),
      (dict(capture_layer=5), "capture_layer=5"), (dict(capture_heads=(2,)), "capture_heads"),
-     (dict(capture_keep=0), "capture_keep=0"), (dict(impl="sdpa", capture_at=(1,)), "sdpa")],
+     (dict(capture_keep=0), "capture_keep=0"), (dict(impl="sdpa", capture_at=(1,)), "sdpa"),
+     (dict(amp="fp8"), "amp='fp8'"), (dict(amp="fp16", capture_at=(1,)), "BF16 or FP32"),
+     (dict(weights_at=(5,)), "weights_at")],
 )  # fmt: skip
 def test_settings_that_cannot_be(tmp_path, changes, word):
     with pytest.raises(UserError, match=word):
