@@ -143,6 +143,11 @@ def _ends(task, weights, recipe, watch, stalled, scaler, seeds):
     return pd.DataFrame({k: v if k == "seed" else v.cpu().numpy() for k, v in columns.items()})
 
 
+def native_product(a, b):
+    """PyTorch's own BF16 product, BF16, of operands that BF16 can hold."""
+    return a.bfloat16() @ b.bfloat16()
+
+
 def compare_product(inner: int, size: int = 256, seed: int = 0, device="cpu", positive=False):
     """PyTorch's own BF16 product beside the emulated one, on N(0, 1) or |N(0, 1)| operands.
 
@@ -162,7 +167,7 @@ def compare_product(inner: int, size: int = 256, seed: int = 0, device="cpu", po
     def outside(result):
         return int(((result.double() - exact).abs() > allowed).sum())
 
-    native = (a.bfloat16() @ b.bfloat16()).float()
+    native = native_product(a, b).float()
     first, second = (round_to(x @ y, BF16) for x, y in zip(a.chunk(2, 1), b.chunk(2, 0)))  # noqa: B905
     serial = torch.zeros_like(native)
     for k in range(inner):
