@@ -93,13 +93,13 @@ class Text:
     """
 
     lr: float = 3e-3
-    steps: int = 400
-    warmup: int = 40
+    steps: int = 300
+    warmup: int = 30
     batch: int = 4
     seeds: int = 6
     first: float = 0.9
     second: float = 0.95
-    classes: int | None = 1024
+    classes: int | None = 512
     width: int = 64
     layers: int = 2
     heads: int = 2

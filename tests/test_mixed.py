@@ -227,11 +227,11 @@ def test_seeds_share_nothing(task):
 
 
 def test_training_learns_and_arms_differ():
-    task = dataclasses.replace(IMAGES, steps=60, batch=32)
+    task = dataclasses.replace(IMAGES, steps=40, batch=24)
     ends = {arm: train(task, arm, [0])[1].iloc[0] for arm in ARMS}
-    assert all(end.accuracy > 0.6 for end in ends.values())
+    assert all(end.accuracy > 0.5 for end in ends.values())
     assert len({end.loss for end in ends.values()}) == len(ARMS)
-    assert ends["bf16-weights"].stalled > 0 == ends["bf16"].stalled
+    assert ends["bf16-weights"].stalled > 2 * ends["bf16"].stalled
     assert ends["fp16-scaled"].scale == 2**16 and ends["fp16"].scale == 1
     assert ends["bf16"].vanished_logits == 0
 
@@ -256,9 +256,9 @@ def test_exponents_count_every_gradient_entry():
 
 
 def test_learning_rate_rises_and_falls():
-    rates = [learning_rate(TASKS["text"], step, 400) for step in range(400)]
+    rates = [learning_rate(TASKS["text"], step, 300) for step in range(300)]
     assert max(rates) == pytest.approx(3e-3) and rates[0] < 1e-4 and rates[-1] < 1e-6
-    assert np.argmax(rates) in (39, 40)
+    assert np.argmax(rates) in (29, 30)
 
 
 def test_a_training_shorter_than_its_warm_up_is_refused():
