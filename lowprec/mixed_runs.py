@@ -36,11 +36,11 @@ def losses(logits, targets):
     return each.view(targets.shape).mean(1)
 
 
-def learning_rate(task, step, steps):
-    """Linear warm-up, then a cosine to zero."""
+def learning_rate(task, step):
+    """Linear warm-up, then a cosine to zero at the task's last step."""
     if step < task.warmup:
         return task.lr * (step + 1) / task.warmup
-    return task.lr * (1 + math.cos(math.pi * (step - task.warmup) / (steps - task.warmup))) / 2
+    return task.lr * (1 + math.cos(math.pi * (step - task.warmup) / (task.steps - task.warmup))) / 2
 
 
 class Watch:
@@ -58,10 +58,10 @@ class Watch:
         self.exponents[site] += exponent.bincount(minlength=101)
 
 
-def train(task, arm, seeds, steps=None, device="cpu"):
+def train(task, arm, seeds, stop=None, device="cpu"):
     """Train one arm for all of `seeds`, a sequence; the same start and batches in every arm.
 
-    Returns (curve, ends, exponents). curve: DataFrame with seed, step and loss, the mean of up to
+    stop: take only the first `stop` of the task's steps. Returns (curve, ends, exponents). curve: DataFrame with seed, step and loss, the mean of up to
     10 steps. ends: DataFrame with one row a seed: `loss` and `accuracy` on the held-out part in
     the arm's own arithmetic; `vanished_logits` and `vanished_inside`, shares of non-zero gradient
     entries that round to zero in the last step; `stalled`, the share of non-zero updates of the
@@ -69,9 +69,9 @@ def train(task, arm, seeds, steps=None, device="cpu"):
     exponents: {site: {exponent: count}} of the last step's gradients, all seeds, loss scale
     included.
     """
-    recipe, steps = ARMS[arm], steps or task.steps
-    if steps <= task.warmup:
-        raise UserError(f"steps={steps} must be above the warm-up of {task.warmup}")
+    recipe, steps = ARMS[arm], min(stop or task.steps, task.steps)
+    if task.steps <= task.warmup:
+        raise UserError(f"steps={task.steps} must be above the warm-up of {task.warmup}")
     each = [task.init(torch.Generator().manual_seed(seed)) for seed in seeds]
     weights = {name: torch.stack([w[name] for w in each]).to(device) for name in each[0]}
     generator = torch.Generator(device).manual_seed(0)
@@ -94,7 +94,7 @@ def train(task, arm, seeds, steps=None, device="cpu"):
         scale = scaler.scale
         ok = scaler.accept(grads)
         grads = [g / per_seed(scale, g) for g in grads]
-        changes = optimiser.updates(grads, learning_rate(task, step, steps), ok)
+        changes = optimiser.updates(grads, learning_rate(task, step), ok)
         for (name, w), change in zip(weights.items(), changes, strict=True):
             weights[name], counts = store(w, change, recipe, generator)
             if step >= 0.75 * steps:
