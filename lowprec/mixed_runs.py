@@ -61,7 +61,9 @@ class Watch:
 def train(task, arm, seeds, stop=None, device="cpu"):
     """Train one arm for all of `seeds`, a sequence; the same start and batches in every arm.
 
-    stop: take only the first `stop` of the task's steps. Returns (curve, ends, exponents). curve: DataFrame with seed, step and loss, the mean of up to
+    stop: take only the first `stop` of the task's steps.
+
+    Returns (curve, ends, exponents). curve: DataFrame with seed, step and loss, the mean of up to
     10 steps. ends: DataFrame with one row a seed: `loss` and `accuracy` on the held-out part in
     the arm's own arithmetic; `vanished_logits` and `vanished_inside`, shares of non-zero gradient
     entries that round to zero in the last step; `stalled`, the share of non-zero updates of the
@@ -209,7 +211,7 @@ def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf
     about, start = provenance(folder, name, device), time.monotonic()
     curves, ends, exponents = [], [], {}
     for arm in arms:
-        if time.monotonic() - start > deadline:
+        if curves and time.monotonic() - start > deadline:
             break
         began = time.monotonic()
         curve, end, found = train(task, arm, range(task.seeds), device=device)
