@@ -145,6 +145,23 @@ def _ends(task, weights, recipe, watch, stalled, scaler, seeds):
     return pd.DataFrame({k: v if k == "seed" else v.cpu().numpy() for k, v in columns.items()})
 
 
+def compare_casts(pattern):
+    """How many FP32 inputs torch's BF16 cast and `round_to` by scaling round to other bits.
+
+    pattern: int32 tensor, the inputs' bits. One NaN is as good as another.
+    """
+    x = pattern.view(torch.float32)
+    cast, scaled = x.bfloat16().float(), round_to(x.double(), BF16).float()
+    same = (cast.view(torch.int32) == scaled.view(torch.int32)) | (cast.isnan() & scaled.isnan())
+    return int((~same).sum())
+
+
+def compare_all_casts(device, chunk=2**24):
+    """`compare_casts` over all 2^32 inputs: seconds on a GPU, minutes on a core."""
+    offsets = torch.arange(chunk, dtype=torch.int32, device=device)
+    return sum(compare_casts(offsets + start) for start in range(-(2**31), 2**31, chunk))
+
+
 def native_product(a, b):
     """PyTorch's own BF16 product, BF16, of operands that BF16 can hold."""
     return a.bfloat16() @ b.bfloat16()
@@ -230,8 +247,9 @@ def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf
 
 
 def record_products(folder, device):
-    """Write `products.json`: the hardware's BF16 product beside the emulated one."""
+    """Write `products.json`: the hardware's BF16 casts and products beside the emulated ones."""
     about, found = provenance(folder, "products", device), []
+    about |= {"inputs": 2**32, "casts": compare_all_casts(device)}
     flags = torch.backends.cuda.matmul
     for reduced in (False, True):
         flags.allow_bf16_reduced_precision_reduction = reduced

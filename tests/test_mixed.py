@@ -326,6 +326,20 @@ def test_product_comparison_accepts_one_rounding_of_any_order(monkeypatch):
     assert found["outside"] > 0.5 * found["outputs"]
 
 
+def test_cast_comparison_counts_what_differs(monkeypatch):
+    pattern = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, 2**16))
+    pattern = pattern.int()
+    assert mixed_runs.compare_casts(pattern) == 0
+    monkeypatch.setattr(mixed_runs, "round_to", lambda x, f: round_to(x, f, "nearest_away"))
+    ties = (torch.arange(100, dtype=torch.int32) + 0x3F80 << 16) + 0x8000
+    assert mixed_runs.compare_casts(ties) == 50
+    seen = []
+    monkeypatch.setattr(mixed_runs, "compare_casts", lambda p: seen.append((p[0], p[-1])) or 1)
+    assert mixed_runs.compare_all_casts("cpu", 2**30) == 4
+    assert [b - a for a, b in seen] == [2**30 - 1] * 4
+    assert int(seen[0][0]) == -(2**31) and int(seen[-1][1]) == 2**31 - 1
+
+
 def test_trick_rounds_numbers_and_breaks_nan():
     rng = np.random.default_rng(0)
     pattern = rng.integers(0, 2**32, 2**18, dtype=np.uint32)
