@@ -99,7 +99,7 @@ def train(task, arm, seeds, stop=None, device="cpu"):
         changes = optimiser.updates(grads, learning_rate(task, step), ok)
         for (name, w), change in zip(weights.items(), changes, strict=True):
             weights[name], counts = store(w, change, recipe, generator)
-            if step >= 0.75 * steps:
+            if step >= steps - max(1, steps // 4):
                 stalled = stalled + counts
         curve.append(loss.detach())
     return (
@@ -238,6 +238,9 @@ def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf
             exponents = found
         print(f"{name} {arm}: loss {end.loss.mean():.4f}, {time.monotonic() - began:.0f} s")
     about |= {"config": dataclasses.asdict(task), "seconds": round(time.monotonic() - start)}
+    if "path" in about["config"]:  # the same tokens may lie anywhere
+        tokens = task.data[0]
+        about["config"]["path"], about["data_sha256"] = tokens.name, tokens.sha256
     about |= {"arms": {arm: dataclasses.asdict(ARMS[arm]) for arm in arms}}
     about |= {"exponents": exponents, "ends": json.loads(pd.concat(ends).to_json(orient="records"))}
     table = pd.concat(curves, ignore_index=True).astype({"seed": "int16", "step": "int16"})
