@@ -6,6 +6,8 @@ A record is `NAME.json`, where and with what it was made and how each run ended,
     python -m lowprec.mixed_runs data/mixed digits        (minutes on one core, and so is text)
     python -m lowprec.mixed_runs data/mixed gpt --device cuda --data shards/pysource
     python -m lowprec.mixed_runs data/mixed products --device cuda
+
+and `digits-many` and `text-many`, with new seeds, on either.
 """
 
 from __future__ import annotations
@@ -156,10 +158,11 @@ def compare_casts(pattern):
     return int((~same).sum())
 
 
-def compare_all_casts(device, chunk=2**24):
-    """`compare_casts` over all 2^32 inputs: seconds on a GPU, minutes on a core."""
+def compare_all_casts(device, first=-(2**31), last=2**31, chunk=2**24):
+    """`compare_casts` over all inputs from `first` until `last`, in chunks: by default all 2^32,
+    which takes seconds on a GPU and minutes on a core."""
     offsets = torch.arange(chunk, dtype=torch.int32, device=device)
-    return sum(compare_casts(offsets + start) for start in range(-(2**31), 2**31, chunk))
+    return sum(compare_casts(offsets + start) for start in range(first, last, chunk))
 
 
 def native_product(a, b):
@@ -231,7 +234,8 @@ def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf
         if curves and time.monotonic() - start > deadline:
             break
         began = time.monotonic()
-        curve, end, found = train(task, arm, range(task.seeds), device=device)
+        seeds = range(task.first_seed, task.first_seed + task.seeds)
+        curve, end, found = train(task, arm, seeds, device=device)
         curves.append(curve.assign(arm=arm))
         ends.append(end.assign(arm=arm))
         if arm == "fp32":
@@ -242,11 +246,14 @@ def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf
         tokens = task.data[0]
         about["config"]["path"], about["data_sha256"] = tokens.name, tokens.sha256
     about |= {"arms": {arm: dataclasses.asdict(ARMS[arm]) for arm in arms}}
-    about |= {"exponents": exponents, "ends": json.loads(pd.concat(ends).to_json(orient="records"))}
+    ends = pd.concat(ends, ignore_index=True)
+    about |= {"exponents": exponents, "ends": json.loads(ends.to_json(orient="split", index=False))}
     table = pd.concat(curves, ignore_index=True).astype({"seed": "int16", "step": "int16"})
     table = table.astype({"loss": "float32", "arm": "category"})
     table.to_parquet(folder / f"{name}.parquet", index=False, compression="zstd")
-    (folder / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
+    # One line a key: readable, and still small with many seeds.
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items())
+    (folder / f"{name}.json").write_text("{\n" + lines + "\n}\n")
 
 
 def record_products(folder, device):
@@ -280,7 +287,7 @@ def load(name, folder=None):
     if not path.exists():
         return None
     about = json.loads(path.read_text())
-    return about, pd.DataFrame(about["ends"]), pd.read_parquet(folder / f"{name}.parquet")
+    return about, pd.DataFrame(**about["ends"]), pd.read_parquet(folder / f"{name}.parquet")
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ class Digits:
     warmup: int = 20
     batch: int = 64
     seeds: int = 10
+    first_seed: int = 0
     first: float = 0.9
     second: float | None = None
     channels: tuple[int, int] = (8, 16)
@@ -97,6 +98,7 @@ class Text:
     warmup: int = 30
     batch: int = 4
     seeds: int = 6
+    first_seed: int = 0
     first: float = 0.9
     second: float = 0.95
     classes: int | None = 512
@@ -173,8 +175,10 @@ class Text:
 TASKS = {
     "digits": Digits(),
     "text": Text(),
+    "digits-many": Digits(seeds=64, first_seed=100),
+    "text-many": Text(seeds=64, first_seed=100),
     "gpt": Text(
-        lr=1e-3, steps=300, warmup=30, batch=16, seeds=3, classes=None, width=384, layers=4,
+        lr=1e-3, steps=250, warmup=25, batch=16, seeds=3, classes=None, width=384, layers=4,
         heads=6, length=256, path="shards/pysource",
     ),
 }  # fmt: skip

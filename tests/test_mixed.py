@@ -334,11 +334,11 @@ def test_cast_comparison_counts_what_differs(monkeypatch):
     monkeypatch.setattr(mixed_runs, "round_to", lambda x, f: round_to(x, f, "nearest_away"))
     ties = (torch.arange(100, dtype=torch.int32) + 0x3F80 << 16) + 0x8000
     assert mixed_runs.compare_casts(ties) == 50
+    assert mixed_runs.compare_all_casts("cpu", 0x3F808000, 0x3FA08000, 2**20) == 16
     seen = []
-    monkeypatch.setattr(mixed_runs, "compare_casts", lambda p: seen.append((p[0], p[-1])) or 1)
-    assert mixed_runs.compare_all_casts("cpu", 2**22) == 2**10
-    assert {b - a for a, b in seen} == {2**22 - 1}
-    assert int(seen[0][0]) == -(2**31) and int(seen[-1][1]) == 2**31 - 1
+    monkeypatch.setattr(mixed_runs, "compare_casts", lambda p: seen.extend(p.tolist()) or 1)
+    assert mixed_runs.compare_all_casts("cpu", 2**31 - 2**8, 2**31, 2**6) == 4
+    assert seen == list(range(2**31 - 2**8, 2**31))
 
 
 def test_trick_rounds_numbers_and_breaks_nan():
