@@ -1,0 +1,332 @@
+"""Is my model affected? What BF16 attention does to each head of a model, on some text.
+
+The warning sign of the captured failures is neither a tied maximum nor the sign of delta's error,
+which healthy heads have as well. It is how much of a head's W_Q gradient is error: rounding makes
+delta wrong by eps in each row, and the gradient by e = -scale * sum_i eps_i (P K)_i x_i^T
+(`lowprec.probes`). A head is alarmed if
+
+    share      ||e|| / ||exact gradient|| >= 0.2, and
+    key_share  |mean key| / rms |key| >= 0.9
+
+The first, because errors of many steps agree and gradients of many batches do not: Adam with
+beta_1 = 0.9 averages about 19 gradients, which shortens a sum of independent ones by sqrt(19) = 4.4
+and not one of equal ones, so from a share of 0.23 on the error is the larger part of the step. The
+second, because errors agree only as far as their rows share a mean key. Both limits were chosen on
+the seven captures of `data/captures`; they are no theorem.
+
+`tv` is how far rounding q and k moves P: 0.05 and more, and the head computes something else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import torch
+from scipy import stats
+
+from lowprec import UserError, drift, plots, runs, scores
+from lowprec.attention import trace
+from lowprec.capture import Capture
+from lowprec.drop_in import sdpa
+from lowprec.formats import BF16, ulp
+from lowprec.model import GPT
+from lowprec.policy import FA2, PrecisionPolicy
+from lowprec.reference import oracle
+
+SHARE, KEY_SHARE, BROKEN = 0.2, 0.9, 0.05
+BLOCKS = 16
+"""Blocks of consecutive rows behind the interval of delta's bias."""
+
+
+def probe(model, text=None, policy=None, sequences=2, length=256, seed=0) -> pd.DataFrame:
+    """What attention does in each head of a model; `verdict` says it in words.
+
+    model: a transformers model, or the path of one: a folder, or a config.json, whose weights are
+        then random from `seed`; a run's checkpoint.pt; or a capture, which brings its own text.
+    text: a file; None for the committed tokens. It is cut into `sequences` of `length` tokens.
+    policy: of attention; None for FA2, what production kernels do, or what the run used.
+
+    The model runs in float32 on the CPU, and attention reads BF16 and rounds as the policy says.
+    One row a layer and head:
+        tied: share of rows whose largest score is tied
+        o_bias: sum (o - exact o) over the sum of the BF16 ulp of the exact
+        delta_bias, delta_low, delta_high: sum eps / sum |eps|, with a 95 % interval from blocks
+            of rows; eps is the delta that the backward reads less the exact one
+        share, key_share, tv: see above; common: the mean score; alarm: bool
+    Exact is float64, on the q, k, v and do that attention got.
+    """
+    if isinstance(model, (str, Path)):
+        path = runs.at_root(model)
+        if path.suffix == ".safetensors":
+            return _table([_capture_call(Capture.load(path), policy)])
+        model = _checkpoint(path) if path.suffix == ".pt" else _transformers(path, seed)
+        text = (text, path if path.is_dir() else path.parent)
+    else:
+        text = (text, None)
+    config = model.config
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "block_size", length)
+    tokens = _tokens(*text, config.vocab_size, sequences, min(length, limit), seed)
+    return _table(_run(model.eval(), tokens, policy))
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """What a table of `probe` says, in words."""
+    ill = table[table.alarm]
+    worst = (table if ill.empty else ill).nlargest(1, "share").iloc[0]
+    text = (
+        f"In layer {worst.layer:.0f}, head {worst['head']:.0f} the error that rounding makes "
+        f"through delta is {worst.share:.2g} times as long as W_Q's gradient, and the mean key "
+        f"is {worst.key_share:.3f} of the rms key. Rounding q and k moves P by {worst.tv:.2%}"
+    )
+    if ill.empty:
+        return f"No alarm in {len(table)} head(s). The largest: {text[0].lower()}{text[1:]}."
+    late = "it computes something else already" if worst.tv >= BROKEN else "it is still right"
+    return (
+        f"ALARM in {len(ill)} of {len(table)} head(s). {text}: {late}. The policy SAFE is for "
+        "training from before an alarm; that it rescues such a head is not shown."
+    )
+
+
+def figure(table: pd.DataFrame):
+    """The two numbers that the alarm reads, a dot a head; returns the matplotlib figure."""
+    fig, ax = plots.subplots(figsize=(5.4, 3.8))
+    ax.axhline(SHARE, color=plots.INK, lw=0.8, ls=":")
+    ax.axvline(KEY_SHARE, color=plots.INK, lw=0.8, ls=":")
+    for alarm, tint in ((False, plots.SPARE[3]), (True, plots.COLOURS["LOW"])):
+        some = table[table.alarm == alarm]
+        ax.scatter(some.key_share, some.share.clip(lower=1e-4), color=tint, s=24, alpha=0.8)
+    for row in table[table.alarm].itertuples():
+        ax.annotate(f" {row.layer}.{row.head}", (row.key_share, row.share), fontsize=9, ha="right")
+    ax.set(yscale="log", xlim=(0, 1.03), xlabel="mean key / rms key",
+           ylabel="error of W_Q's gradient / gradient")  # fmt: skip
+    return fig
+
+
+# One call of attention: what it read, and how an error of dq reaches W_Q
+
+
+def _measure(call) -> dict[str, torch.Tensor]:
+    """The columns of `probe` as (H,) tensors.
+
+    call: layer, policy, scale, tile; q, k, v, do (B, H, T, D) as attention reads them; full_q,
+    full_k before they were rounded; norms, from a part of dq to the norms of its W_Q gradients.
+    """
+    q, k, v, do, scale = call.q, call.k, call.v, call.do, call.scale
+    t = trace(q, k, v, do, call.policy, scale=scale, tile=call.tile, impl="emulate")
+    exact = oracle(q, k, v, scale=scale, do=do)
+    eps = t.delta.double() - exact.delta
+    rows = eps.transpose(1, 2).flatten(0, 1)
+    mean, error, _ = drift.batch_means(rows.numpy(), BLOCKS)
+    size = rows.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
+    half = stats.t.ppf(0.975, BLOCKS - 1) * error
+    p = exact.p / exact.l[..., None]
+    columns = dict(
+        tied=(t.ties > 1).double().mean((0, 2)),
+        o_bias=(t.o.double() - exact.o).sum((0, 2, 3)) / ulp(exact.o, BF16).sum((0, 2, 3)),
+        delta_bias=mean / size, delta_low=(mean - half) / size, delta_high=(mean + half) / size,
+        share=call.norms(-scale * eps[..., None] * (p @ k.double())) / call.norms(exact.dq),
+    )  # fmt: skip
+    full = call.full_q.double(), call.full_k.double()
+    heads = []
+    for h in range(q.shape[1]):
+        whole, rounded = ([x[:, h].double() for x in pair] for pair in (full, (q, k)))
+        parts = scores.parts(*whole, scale)
+        moved = scores.total_variation(
+            *(scores.probabilities(*pair, scale) for pair in (whole, rounded))
+        )
+        heads.append((parts["key_share"], parts["common"], moved))
+    columns |= dict(zip(("key_share", "common", "tv"), zip(*heads, strict=True), strict=True))
+    return columns
+
+
+def _table(calls) -> pd.DataFrame:
+    tables = []
+    for call in calls:
+        columns = {name: torch.as_tensor(x).tolist() for name, x in _measure(call).items()}
+        heads = call.heads or range(len(columns["share"]))
+        tables.append(pd.DataFrame(dict(layer=call.layer, head=heads) | columns))
+    table = pd.concat(tables, ignore_index=True)
+    table["alarm"] = (table.share >= SHARE) & (table.key_share >= KEY_SHARE)
+    return table
+
+
+def _capture_call(capture, policy):
+    x = capture.tensors["x"].double()
+
+    def norms(dq):
+        return torch.einsum("bhtd,btc->hdc", dq, x).flatten(1).norm(dim=1)
+
+    full_q, full_k = scores.unrounded(capture)
+    return SimpleNamespace(
+        layer=capture.layer, heads=capture.heads, scale=capture.scale, tile=capture.tile,
+        policy=PrecisionPolicy.parse(policy or capture.policy), full_q=full_q, full_k=full_k,
+        norms=norms, **{name: capture.tensors[name] for name in ("q", "k", "v", "do")},
+    )  # fmt: skip
+
+
+# A whole model: its calls of attention, recorded
+
+
+def _run(model, tokens, policy) -> list[SimpleNamespace]:
+    """One forward and backward in float32 whose calls of attention are recorded."""
+    calls, passed = [], {}
+
+    def attend(q, k, v, *mask, module, policy, tile=None, scale=None, enable_gqa=False, **how):
+        given = [t.bfloat16() for t in (q, k, v)]
+        how |= dict(scale=scale, enable_gqa=enable_gqa, policy=policy)
+        o = sdpa(*given, *mask, **how).to(q.dtype)
+        if not how["is_causal"]:
+            raise UserError("the probe is for causal attention; this model has another")
+        times = q.shape[1] // k.shape[1]
+        full_k, *given[1:] = (t.detach().repeat_interleave(times, 1) for t in (k, *given[1:]))
+        calls.append(
+            SimpleNamespace(
+                layer=len(calls), heads=None, policy=PrecisionPolicy.parse(policy), tile=tile,
+                scale=q.shape[3] ** -0.5 if scale is None else scale, full_q=q.detach(),
+                full_k=full_k, q=given[0].detach(), k=given[1], v=given[2], o=o,
+                norms=_norms(q, [m for m in module.modules() if m in passed], passed),
+            )
+        )  # fmt: skip
+        return o
+
+    def keep(module, inputs, output):
+        passed[module] = inputs[0].detach(), output
+
+    hooks = [
+        m.register_forward_hook(keep)
+        for m in model.modules()
+        if getattr(getattr(m, "weight", None), "ndim", 0) == 2
+    ]
+    try:
+        loss = (_gpt_loss if isinstance(model, GPT) else _hub_loss)(model, tokens, policy, attend)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not calls:
+        raise UserError("no attention was called; is this a causal language model?")
+    gradients = torch.autograd.grad(loss, [call.o for call in calls], retain_graph=True)
+    for call, do in zip(calls, gradients, strict=True):
+        call.do = do.bfloat16()
+    return calls
+
+
+def _norms(q, modules, passed):
+    """From dq (B, H, T, D) to the norms (H,) of the gradients it makes in the weights of q.
+
+    By automatic differentiation from q back to what each linear map of the layer put out, so that
+    rotary positions, norms of q and fused projections need no special case.
+    """
+
+    def norms(dq):
+        squares = []
+        for h in range(q.shape[1]):
+            part = torch.zeros_like(q)
+            part[:, h] = dq[:, h]
+            outs = [passed[m][1] for m in modules]
+            back = torch.autograd.grad(q, outs, part, retain_graph=True, allow_unused=True)
+            total = 0.0
+            for module, g in zip(modules, back, strict=True):
+                if g is not None:
+                    g, x = (t.flatten(0, -2).double() for t in (g, passed[module][0]))
+                    total += (g[:, g.any(0)].mT @ x).square().sum().item()
+            squares.append(total)
+        return torch.tensor(squares, dtype=torch.float64).sqrt()
+
+    return norms
+
+
+def _hub_loss(model, tokens, policy, attend):
+    from lowprec import huggingface
+
+    before = model.config._attn_implementation
+    huggingface.register("lowprec-probe", policy or FA2, "emulate", attend)
+    model.set_attn_implementation("lowprec-probe")
+    try:
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _gpt_loss(model, tokens, policy, attend):
+    for block in model.blocks:
+        if policy is None and len(block.groups) > 1:
+            raise UserError("heads of a layer have several policies; give one with --policy")
+
+        def attention(q, k, v, probe=None, seed=0, block=block):
+            used = policy or block.groups[0][0]
+            return attend(q, k, v, module=block, policy=used, is_causal=True, impl="emulate",
+                          tile=model.config.tile)  # fmt: skip
+
+        block.attention = attention
+    try:
+        return model(tokens[:, :-1], tokens[:, 1:])
+    finally:
+        for block in model.blocks:
+            del block.attention
+
+
+def _checkpoint(path: Path) -> GPT:
+    from lowprec.train import TrainConfig
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        model = GPT(TrainConfig(**json.loads(state["config"])).model())
+        model.load_state_dict(state["model"])
+    except Exception as error:  # a damaged archive raises many types
+        raise UserError(f"{path} is no checkpoint of a run ({type(error).__name__})") from None
+    return model
+
+
+def _transformers(path: Path, seed: int):
+    if not path.exists():
+        raise UserError(f"there is no {path}; give a folder, config.json, checkpoint.pt or capture")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise UserError("a model needs transformers; install lowprec[transformers]") from None
+    weights = path.is_dir() and any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    try:
+        if weights:
+            kind = dict(dtype=torch.float32, local_files_only=True)
+            return AutoModelForCausalLM.from_pretrained(path, **kind)
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"transformers cannot read {path}: {str(error).splitlines()[0]}") from None
+
+
+def _tokens(text, folder, vocab_size, sequences, length, seed) -> torch.Tensor:
+    """(sequences, length) int64, ids beyond the vocabulary wrapped around."""
+    from lowprec import data
+
+    if text is None:
+        smoke = data.load_tokens(runs.data_root() / "corpora" / "smoke.safetensors")
+        return data.batch(smoke, 0, seed, sequences, length)[0] % vocab_size
+    text = Path(text)
+    if not text.is_file():
+        raise UserError(f"there is no text {text}")
+    ids = torch.tensor(_encoded(text.read_text(errors="replace"), folder, vocab_size))
+    length = min(length, len(ids) // sequences)
+    if length * sequences < 4 * BLOCKS:
+        raise UserError(f"{text} has {len(ids)} tokens; the probe needs {4 * BLOCKS} and more")
+    return ids[: sequences * length].view(sequences, length) % vocab_size
+
+
+def _encoded(text: str, folder, vocab_size: int) -> list[int]:
+    """By the model's tokenizer, else GPT-2's, else as bytes."""
+    if folder is not None and any(folder.glob("tokenizer*")):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"]
+    if vocab_size >= 50257:
+        from lowprec.text import gpt2_encoding
+
+        try:
+            return gpt2_encoding().encode_ordinary(text)
+        except UserError:
+            pass
+    return list(text.encode())
