@@ -12,7 +12,8 @@ The first, because errors of many steps agree and gradients of many batches do n
 beta_1 = 0.9 averages about 19 gradients, which shortens a sum of independent ones by sqrt(19) = 4.4
 and not one of equal ones, so from a share of 0.23 on the error is the larger part of the step. The
 second, because errors agree only as far as their rows share a mean key. Both limits were chosen on
-the seven captures of `data/captures`; they are no theorem.
+the seven captures of `data/captures`; they are no theorem. A few rows carry much of e, so little
+text can miss a failing head: the more of it, the better.
 
 `tv` is how far rounding q and k moves P: 0.05 and more, and the head computes something else.
 """
@@ -41,11 +42,12 @@ BLOCKS = 16
 """Blocks of consecutive rows behind the interval of delta's bias."""
 
 
-def probe(model, text=None, policy=None, sequences=2, length=256, seed=0) -> pd.DataFrame:
+def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.DataFrame:
     """What attention does in each head of a model; `verdict` says it in words.
 
-    model: a transformers model, or the path of one: a folder, or a config.json, whose weights are
-        then random from `seed`; a run's checkpoint.pt; or a capture, which brings its own text.
+    model: a transformers model, a GPT or a Capture; or a path, of a transformers folder, or of its
+        config.json, whose weights are then random from `seed`, of a run's checkpoint.pt, or of a
+        capture. A capture brings its own text.
     text: a file; None for the committed tokens. It is cut into `sequences` of `length` tokens.
     policy: of attention; None for FA2, what production kernels do, or what the run used.
 
@@ -60,15 +62,14 @@ def probe(model, text=None, policy=None, sequences=2, length=256, seed=0) -> pd.
     """
     if isinstance(model, (str, Path)):
         path = runs.at_root(model)
-        if path.suffix == ".safetensors":
-            return _table([_capture_call(Capture.load(path), policy)])
-        model = _checkpoint(path) if path.suffix == ".pt" else _transformers(path, seed)
-        text = (text, path if path.is_dir() else path.parent)
+        model, folder = _load(path, seed), path if path.is_dir() else path.parent
     else:
-        text = (text, None)
-    config = model.config
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "block_size", length)
-    tokens = _tokens(*text, config.vocab_size, sequences, min(length, limit), seed)
+        folder = None
+    if isinstance(model, Capture):
+        return _table([_capture_call(model, policy)])
+    c = model.config
+    length = min(length, c.block_size if isinstance(model, GPT) else c.max_position_embeddings)
+    tokens = _tokens(text, folder, c.vocab_size, sequences, length, seed)
     return _table(_run(model.eval(), tokens, policy))
 
 
@@ -109,37 +110,45 @@ def figure(table: pd.DataFrame):
 
 
 def _measure(call) -> dict[str, torch.Tensor]:
-    """The columns of `probe` as (H,) tensors.
+    """The columns of `probe`, one number a head.
 
     call: layer, policy, scale, tile; q, k, v, do (B, H, T, D) as attention reads them; full_q,
     full_k before they were rounded; norms, from a part of dq to the norms of its W_Q gradients.
     """
-    q, k, v, do, scale = call.q, call.k, call.v, call.do, call.scale
-    t = trace(q, k, v, do, call.policy, scale=scale, tile=call.tile, impl="emulate")
-    exact = oracle(q, k, v, scale=scale, do=do)
-    eps = t.delta.double() - exact.delta
+    parts = [_sequence(call, slice(b, b + 1)) for b in range(len(call.q))]
+    seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    eps, full_k = seen["eps"], call.full_k.double()
     rows = eps.transpose(1, 2).flatten(0, 1)
     mean, error, _ = drift.batch_means(rows.numpy(), BLOCKS)
     size = rows.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
     half = stats.t.ppf(0.975, BLOCKS - 1) * error
-    p = exact.p / exact.l[..., None]
-    columns = dict(
-        tied=(t.ties > 1).double().mean((0, 2)),
-        o_bias=(t.o.double() - exact.o).sum((0, 2, 3)) / ulp(exact.o, BF16).sum((0, 2, 3)),
+    wrong = call.norms(-call.scale * eps[..., None] * seen["mean_key"])
+    return dict(
+        tied=seen["tied"].mean((0, 2)), o_bias=seen["o_error"].sum(0) / seen["o_ulp"].sum(0),
         delta_bias=mean / size, delta_low=(mean - half) / size, delta_high=(mean + half) / size,
-        share=call.norms(-scale * eps[..., None] * (p @ k.double())) / call.norms(exact.dq),
+        share=wrong / call.norms(seen["dq"]),
+        key_share=(full_k.mean(2).norm(dim=-1) / full_k.square().sum(-1).mean(-1).sqrt()).mean(0),
+        common=seen["common"].mean((0, 2)), tv=seen["moved"].mean((0, 2)),
     )  # fmt: skip
-    full = call.full_q.double(), call.full_k.double()
-    heads = []
-    for h in range(q.shape[1]):
-        whole, rounded = ([x[:, h].double() for x in pair] for pair in (full, (q, k)))
-        parts = scores.parts(*whole, scale)
-        moved = scores.total_variation(
-            *(scores.probabilities(*pair, scale) for pair in (whole, rounded))
-        )
-        heads.append((parts["key_share"], parts["common"], moved))
-    columns |= dict(zip(("key_share", "common", "tv"), zip(*heads, strict=True), strict=True))
-    return columns
+
+
+def _sequence(call, one: slice) -> dict[str, torch.Tensor]:
+    """What `_measure` adds up, of one sequence: a (T, T) matrix a head at a time is enough."""
+    q, k, v, do, full_q, full_k = (
+        getattr(call, name)[one] for name in ("q", "k", "v", "do", "full_q", "full_k")
+    )
+    t = trace(q, k, v, do, call.policy, scale=call.scale, tile=call.tile, impl="emulate")
+    exact = oracle(q, k, v, scale=call.scale, do=do)
+    p = exact.p / exact.l[..., None]
+    full_q, full_k = full_q.double(), full_k.double()
+    before = full_k.cumsum(2) / torch.arange(1, k.shape[2] + 1, dtype=torch.float64)[:, None]
+    moved = (p - scores.probabilities(full_q, full_k, call.scale)).abs().sum(-1) / 2
+    return dict(
+        tied=(t.ties > 1).double(), eps=t.delta.double() - exact.delta, dq=exact.dq,
+        mean_key=p @ k.double(), o_error=(t.o.double() - exact.o).sum((2, 3)),
+        o_ulp=ulp(exact.o, BF16).sum((2, 3)), moved=moved[..., 1:],
+        common=call.scale * (full_q * before).sum(-1)[..., 1:],
+    )  # fmt: skip
 
 
 def _table(calls) -> pd.DataFrame:
@@ -176,10 +185,10 @@ def _run(model, tokens, policy) -> list[SimpleNamespace]:
 
     def attend(q, k, v, *mask, module, policy, tile=None, scale=None, enable_gqa=False, **how):
         given = [t.bfloat16() for t in (q, k, v)]
-        how |= dict(scale=scale, enable_gqa=enable_gqa, policy=policy)
-        o = sdpa(*given, *mask, **how).to(q.dtype)
         if not how["is_causal"]:
             raise UserError("the probe is for causal attention; this model has another")
+        o = sdpa(*given, *mask, scale=scale, enable_gqa=enable_gqa, policy=policy, **how)
+        o = o.to(q.dtype)
         times = q.shape[1] // k.shape[1]
         full_k, *given[1:] = (t.detach().repeat_interleave(times, 1) for t in (k, *given[1:]))
         calls.append(
@@ -266,6 +275,13 @@ def _gpt_loss(model, tokens, policy, attend):
     finally:
         for block in model.blocks:
             del block.attention
+
+
+def _load(path: Path, seed: int):
+    """A Capture, a GPT or a transformers model, by the kind of path."""
+    if path.suffix == ".safetensors":
+        return Capture.load(path)
+    return _checkpoint(path) if path.suffix == ".pt" else _transformers(path, seed)
 
 
 def _checkpoint(path: Path) -> GPT:

@@ -44,9 +44,8 @@ def register(name: str = "lowprec", policy=SAFE, impl: str = "auto", attention=s
         extra = {} if attention is sdpa else {"module": module}
         o = attention(
             query, key, value, attention_mask, dropout,
-            is_causal and attention_mask is None and query.shape[2] > 1,
-            scale=scaling, enable_gqa=query.shape[1] != key.shape[1], policy=policy, impl=impl,
-            **extra,
+            is_causal=is_causal and attention_mask is None and query.shape[2] > 1, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1], policy=policy, impl=impl, **extra,
         )  # fmt: skip
         return o.transpose(1, 2).contiguous(), None
 
