@@ -47,7 +47,7 @@ def weight_gradients(model, kind, tokens):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_the_exact_gradient_is_that_of_the_weights(hub, kind):
-    """Through rotary positions, repeated heads and a fused projection; BF16 inputs move it little."""
+    """Through rotary positions, repeated heads, a fused projection; BF16 inputs move it little."""
     tokens = torch.randint(0, 300, (2, 48), generator=torch.Generator().manual_seed(1))
     calls = affected._run(small(hub, kind).eval(), tokens, "FA2")
     wanted = weight_gradients(small(hub, kind), kind, tokens)

@@ -1,4 +1,4 @@
-"""sdpa is PyTorch's function under ALL_FP32, and a transformers model with it is the stock model."""
+"""sdpa is PyTorch's under ALL_FP32, and a transformers model with it is the stock model."""
 
 import re
 import subprocess
