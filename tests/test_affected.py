@@ -106,15 +106,22 @@ def test_it_rings_on_failing_captures_only(name, rings):
     assert affected.verdict(table).startswith("ALARM in 1 of 1" if rings else "No alarm")
 
 
-@pytest.mark.parametrize("size,rings", [(0.0, False), (256.0, True)])
-def test_a_planted_common_key_rings_in_its_head(hub, size, rings):
-    """A bias common to all keys changes no softmax, and its rounding ruins one head's gradient."""
+@pytest.mark.parametrize(
+    "common,share,rings", [(0.0, 0.0, False), (0.01, 64.0, False), (0.5, 64.0, True)]
+)
+def test_a_planted_common_part_rings_in_its_head(hub, common, share, rings):
+    """A bias of all keys changes no softmax, and its rounding ruins one head's gradient. Without
+    one of the queries the scores stay small and nothing rings."""
     model = small(hub, "gpt2")
     with torch.no_grad():
-        model.transformer.h[1].attn.c_attn.bias[48:64] += size * torch.ones(16)
+        bias = model.transformer.h[1].attn.c_attn.bias
+        bias[16:32] += common
+        bias[48:64] += share
     table = affected.probe(model, length=64)
-    assert table[table.alarm][["layer", "head"]].to_numpy().tolist() == ([[1, 1]] if rings else [])
-    assert ("layer 1, head 1" in affected.verdict(table)) or not rings
+    ill = table[table.share >= affected.SHARE][["layer", "head"]].to_numpy().tolist()
+    assert ill == ([[1, 1]] if share else [])
+    assert table.alarm.sum() == rings
+    assert affected.verdict(table).startswith("ALARM in 1 of 4" if rings else "No alarm")
     assert model.config._attn_implementation != "lowprec-probe"
 
 
