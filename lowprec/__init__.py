@@ -2,7 +2,8 @@
 
 The package is thin on purpose: number formats, attention whose every rounding site is a named
 knob, a GPT-2 trainer, and the small tools that turn measurements into verdicts. Importing it is
-light; torch loads with the first submodule that needs it.
+light; torch loads with the first submodule that needs it. `from lowprec import sdpa` is a drop-in
+for PyTorch's scaled_dot_product_attention, see `lowprec.drop_in`.
 """
 
 __version__ = "0.1.0"
@@ -17,3 +18,11 @@ class UserError(Exception):
 
     def _render_traceback_(self):
         return [f"lowprec: {self}"]
+
+
+def __getattr__(name: str):
+    if name == "sdpa":
+        from lowprec.drop_in import sdpa
+
+        return sdpa
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

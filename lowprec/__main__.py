@@ -130,6 +130,43 @@ def verify(argv: list[str]) -> None:
     tyro.cli(command, prog="python -m lowprec verify", args=argv)
 
 
+def probe(argv: list[str]) -> None:
+    """Say whether a model, a checkpoint or a capture is about to fail."""
+    import tyro
+
+    from lowprec import affected
+
+    def command(
+        model: tyro.conf.Positional[Path],
+        text: Path | None = None,
+        policy: str | None = None,
+        sequences: int = 4,
+        length: int = 512,
+        figure: Path | None = None,
+        table: Path | None = None,
+    ):
+        """Say whether a model, a checkpoint or a capture is about to fail.
+
+        Args:
+            model: a transformers folder or config.json, a run's checkpoint.pt, or a capture.
+            text: a text file, by default the committed tokens.
+            policy: of attention, by default FA2 or what the run used.
+            sequences: how many sequences of the text to read.
+            length: tokens of a sequence.
+            figure: where to draw what the alarm reads, .png, .svg or .pdf.
+            table: where to write a row for each layer and head, .csv.
+        """
+        result = affected.probe(model, text, policy, sequences, length)
+        shown = result.nlargest(10, "share").round(4)
+        print(shown.to_string(index=False), affected.verdict(result), sep="\n\n")
+        if table:
+            result.to_csv(table, index=False)
+        if figure:
+            affected.figure(result).savefig(figure, facecolor="white")
+
+    tyro.cli(command, prog="python -m lowprec probe", args=argv)
+
+
 def notebook(argv: list[str]) -> None:
     """Execute one notebook into a page."""
     from lowprec.notebook import main
@@ -144,7 +181,7 @@ def claims(argv: list[str]) -> None:
     main(argv)
 
 
-COMMANDS = {f.__name__: f for f in (data, train, campaign, verify, notebook, claims)}
+COMMANDS = {f.__name__: f for f in (data, train, campaign, verify, probe, notebook, claims)}
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,350 @@
+"""Is my model affected? What BF16 attention does to each head of a model, on some text.
+
+The warning sign of the captured failures is neither a tied maximum nor the sign of delta's error,
+which healthy heads have as well. It is how much of a head's W_Q gradient is error: rounding makes
+delta wrong by eps in each row, and the gradient by e = -scale * sum_i eps_i (P K)_i x_i^T
+(`lowprec.probes`). A head is alarmed if
+
+    share    ||e|| / ||exact gradient|| >= 0.2, and
+    common   |mean score| >= 10
+
+The first, because errors of many steps agree and gradients of many batches do not: Adam with
+beta_1 = 0.9 averages about 19 gradients, which shortens a sum of independent ones by sqrt(19) = 4.4
+and not one of equal ones, so from a share of 0.23 on the error is the larger part of the step. The
+second, because that step moves q along the mean key and so raises all scores of a row alike; where
+they are small the drift has done nothing yet. Without it heads ring that have no gradient to speak
+of, as in the first steps of a training. Both limits were chosen on the seven captures of
+`data/captures`, the second after false alarms (book, part IV); they are no theorem. A few rows
+carry much of e, so little text can miss a failing head: the more of it, the better.
+
+`tv` is how far rounding q and k moves P: 0.05 and more, and the head computes something else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import torch
+from scipy import stats
+
+from lowprec import UserError, drift, plots, runs, scores
+from lowprec.attention import trace
+from lowprec.capture import Capture
+from lowprec.drop_in import sdpa
+from lowprec.formats import BF16, ulp
+from lowprec.model import GPT
+from lowprec.policy import FA2, PrecisionPolicy
+from lowprec.reference import oracle
+
+SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
+BLOCKS = 16
+"""Blocks of consecutive rows behind the interval of delta's bias."""
+
+
+def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.DataFrame:
+    """What attention does in each head of a model; `verdict` says it in words.
+
+    model: a transformers model, a GPT or a Capture; or a path, of a transformers folder, or of its
+        config.json, whose weights are then random from `seed`, of a run's checkpoint.pt, or of a
+        capture. A capture brings its own text.
+    text: a file; None for the committed tokens. It is cut into `sequences` of `length` tokens.
+    policy: of attention; None for FA2, what production kernels do, or what the run used.
+
+    The model runs in float32 on the CPU, and attention reads BF16 and rounds as the policy says.
+    One row a layer and head:
+        tied: share of rows whose largest score is tied
+        o_bias: sum (o - exact o) over the sum of the BF16 ulp of the exact
+        delta_bias, delta_low, delta_high: sum eps / sum |eps|, with a 95 % interval from blocks
+            of rows; eps is the delta that the backward reads less the exact one
+        share, common, tv: see above; key_share: |mean key| / rms |key|; alarm: bool
+    Exact is float64, on the q, k, v and do that attention got.
+    """
+    if isinstance(model, (str, Path)):
+        path = runs.at_root(model)
+        model, folder = _load(path, seed), path if path.is_dir() else path.parent
+    else:
+        folder = None
+    if isinstance(model, Capture):
+        return _table([_capture_call(model, policy)])
+    c = model.config
+    length = min(length, c.block_size if isinstance(model, GPT) else c.max_position_embeddings)
+    tokens = _tokens(text, folder, c.vocab_size, sequences, length, seed)
+    return _table(_run(model.eval(), tokens, policy))
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """What a table of `probe` says, in words."""
+    ill = table[table.alarm]
+    worst = (table if ill.empty else ill).nlargest(1, "share").iloc[0]
+    text = (
+        f"In layer {worst.layer:.0f}, head {worst['head']:.0f} the error that rounding makes "
+        f"through delta is {worst.share:.2g} times as long as W_Q's gradient, and the mean score "
+        f"is {worst.common:.1f}. Rounding q and k moves P by {worst.tv:.2%}"
+    )
+    if ill.empty:
+        return f"No alarm in {len(table)} head(s). The largest: {text[0].lower()}{text[1:]}."
+    late = "it computes something else already" if worst.tv >= BROKEN else "it is still right"
+    return (
+        f"ALARM in {len(ill)} of {len(table)} head(s). {text}: {late}. The policy SAFE is for "
+        "training from before an alarm; that it rescues such a head is not shown."
+    )
+
+
+def figure(table: pd.DataFrame):
+    """The two numbers that the alarm reads, a dot a head; returns the matplotlib figure."""
+    fig, ax = plots.subplots(figsize=(5.4, 3.8))
+    ax.axhline(SHARE, color=plots.INK, lw=0.8, ls=":")
+    ax.axvline(COMMON, color=plots.INK, lw=0.8, ls=":")
+    for alarm, tint in ((False, plots.SPARE[3]), (True, plots.COLOURS["LOW"])):
+        some = table[table.alarm == alarm]
+        ax.scatter(some.common.abs(), some.share, color=tint, s=24, alpha=0.8)
+    for row in table[table.alarm].itertuples():
+        ax.annotate(f" {row.layer}.{row.head}", (abs(row.common), row.share), fontsize=9)
+    ax.set(xscale="log", yscale="log", xlabel="size of the mean score",
+           ylabel="error of W_Q's gradient / gradient")  # fmt: skip
+    return fig
+
+
+# One call of attention: what it read, and how an error of dq reaches W_Q
+
+
+def _measure(call) -> dict[str, torch.Tensor]:
+    """The columns of `probe`, one number a head.
+
+    call: layer, policy, scale, tile; q, k, v, do (B, H, T, D) as attention reads them; full_q,
+    full_k before they were rounded; norms, from a part of dq to the norms of its W_Q gradients.
+    """
+    parts = [_sequence(call, slice(b, b + 1)) for b in range(len(call.q))]
+    seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    eps, full_k = seen["eps"], call.full_k.double()
+    rows = eps.transpose(1, 2).flatten(0, 1)
+    mean, error, _ = drift.batch_means(rows.numpy(), BLOCKS)
+    size = rows.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
+    half = stats.t.ppf(0.975, BLOCKS - 1) * error
+    wrong = call.norms(-call.scale * eps[..., None] * seen["mean_key"])
+    return dict(
+        tied=seen["tied"].mean((0, 2)), o_bias=seen["o_error"].sum(0) / seen["o_ulp"].sum(0),
+        delta_bias=mean / size, delta_low=(mean - half) / size, delta_high=(mean + half) / size,
+        share=wrong / call.norms(seen["dq"]),
+        key_share=(full_k.mean(2).norm(dim=-1) / full_k.square().sum(-1).mean(-1).sqrt()).mean(0),
+        common=seen["common"].mean((0, 2)), tv=seen["moved"].mean((0, 2)),
+    )  # fmt: skip
+
+
+def _sequence(call, one: slice) -> dict[str, torch.Tensor]:
+    """What `_measure` adds up, of one sequence: a (T, T) matrix a head at a time is enough."""
+    q, k, v, do, full_q, full_k = (
+        getattr(call, name)[one] for name in ("q", "k", "v", "do", "full_q", "full_k")
+    )
+    t = trace(q, k, v, do, call.policy, scale=call.scale, tile=call.tile, impl="emulate")
+    exact = oracle(q, k, v, scale=call.scale, do=do)
+    p = exact.p / exact.l[..., None]
+    full_q, full_k = full_q.double(), full_k.double()
+    before = full_k.cumsum(2) / torch.arange(1, k.shape[2] + 1, dtype=torch.float64)[:, None]
+    moved = (p - scores.probabilities(full_q, full_k, call.scale)).abs().sum(-1) / 2
+    return dict(
+        tied=(t.ties > 1).double(), eps=t.delta.double() - exact.delta, dq=exact.dq,
+        mean_key=p @ k.double(), o_error=(t.o.double() - exact.o).sum((2, 3)),
+        o_ulp=ulp(exact.o, BF16).sum((2, 3)), moved=moved[..., 1:],
+        common=call.scale * (full_q * before).sum(-1)[..., 1:],
+    )  # fmt: skip
+
+
+def _table(calls) -> pd.DataFrame:
+    tables = []
+    for call in calls:
+        columns = {name: torch.as_tensor(x).tolist() for name, x in _measure(call).items()}
+        heads = call.heads or range(len(columns["share"]))
+        tables.append(pd.DataFrame(dict(layer=call.layer, head=heads) | columns))
+    table = pd.concat(tables, ignore_index=True)
+    table["alarm"] = (table.share >= SHARE) & (table.common.abs() >= COMMON)
+    return table
+
+
+def _capture_call(capture, policy):
+    x = capture.tensors["x"].double()
+
+    def norms(dq):
+        return torch.einsum("bhtd,btc->hdc", dq, x).flatten(1).norm(dim=1)
+
+    full_q, full_k = scores.unrounded(capture)
+    return SimpleNamespace(
+        layer=capture.layer, heads=capture.heads, scale=capture.scale, tile=capture.tile,
+        policy=PrecisionPolicy.parse(policy or capture.policy), full_q=full_q, full_k=full_k,
+        norms=norms, **{name: capture.tensors[name] for name in ("q", "k", "v", "do")},
+    )  # fmt: skip
+
+
+# A whole model: its calls of attention, recorded
+
+
+def _run(model, tokens, policy) -> list[SimpleNamespace]:
+    """One forward and backward in float32 whose calls of attention are recorded."""
+    calls, passed = [], {}
+
+    def attend(q, k, v, *mask, module, policy, tile=None, scale=None, enable_gqa=False, **how):
+        given = [t.bfloat16() for t in (q, k, v)]
+        if not how["is_causal"]:
+            raise UserError("the probe is for causal attention; this model has another")
+        o = sdpa(*given, *mask, scale=scale, enable_gqa=enable_gqa, policy=policy, **how)
+        o = o.to(q.dtype)
+        times = q.shape[1] // k.shape[1]
+        full_k, *given[1:] = (t.detach().repeat_interleave(times, 1) for t in (k, *given[1:]))
+        calls.append(
+            SimpleNamespace(
+                layer=len(calls), heads=None, policy=PrecisionPolicy.parse(policy), tile=tile,
+                scale=q.shape[3] ** -0.5 if scale is None else scale, full_q=q.detach(),
+                full_k=full_k, q=given[0].detach(), k=given[1], v=given[2], o=o,
+                norms=_norms(q, [m for m in module.modules() if m in passed], passed),
+            )
+        )  # fmt: skip
+        return o
+
+    def keep(module, inputs, output):
+        passed[module] = inputs[0].detach(), output
+
+    hooks = [
+        m.register_forward_hook(keep)
+        for m in model.modules()
+        if getattr(getattr(m, "weight", None), "ndim", 0) == 2
+    ]
+    try:
+        loss = (_gpt_loss if isinstance(model, GPT) else _hub_loss)(model, tokens, policy, attend)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not calls:
+        raise UserError("no attention was called; is this a causal language model?")
+    gradients = torch.autograd.grad(loss, [call.o for call in calls], retain_graph=True)
+    for call, do in zip(calls, gradients, strict=True):
+        call.do = do.bfloat16()
+    return calls
+
+
+def _norms(q, modules, passed):
+    """From dq (B, H, T, D) to the norms (H,) of the gradients it makes in the weights of q.
+
+    By automatic differentiation from q back to what each linear map of the layer put out, so that
+    rotary positions, norms of q and fused projections need no special case.
+    """
+
+    def norms(dq):
+        squares = []
+        for h in range(q.shape[1]):
+            part = torch.zeros_like(q)
+            part[:, h] = dq[:, h]
+            outs = [passed[m][1] for m in modules]
+            back = torch.autograd.grad(q, outs, part, retain_graph=True, allow_unused=True)
+            total = 0.0
+            for module, g in zip(modules, back, strict=True):
+                if g is not None:
+                    g, x = (t.flatten(0, -2).double() for t in (g, passed[module][0]))
+                    total += (g[:, g.any(0)].mT @ x).square().sum().item()
+            squares.append(total)
+        return torch.tensor(squares, dtype=torch.float64).sqrt()
+
+    return norms
+
+
+def _hub_loss(model, tokens, policy, attend):
+    from lowprec import huggingface
+
+    before = model.config._attn_implementation
+    huggingface.register("lowprec-probe", policy or FA2, "emulate", attend)
+    model.set_attn_implementation("lowprec-probe")
+    try:
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _gpt_loss(model, tokens, policy, attend):
+    for block in model.blocks:
+        if policy is None and len(block.groups) > 1:
+            raise UserError("heads of a layer have several policies; give one with --policy")
+
+        def attention(q, k, v, probe=None, seed=0, block=block):
+            used = policy or block.groups[0][0]
+            return attend(q, k, v, module=block, policy=used, is_causal=True, impl="emulate",
+                          tile=model.config.tile)  # fmt: skip
+
+        block.attention = attention
+    try:
+        return model(tokens[:, :-1], tokens[:, 1:])
+    finally:
+        for block in model.blocks:
+            del block.attention
+
+
+def _load(path: Path, seed: int):
+    """A Capture, a GPT or a transformers model, by the kind of path."""
+    if path.suffix == ".safetensors":
+        return Capture.load(path)
+    return _checkpoint(path) if path.suffix == ".pt" else _transformers(path, seed)
+
+
+def _checkpoint(path: Path) -> GPT:
+    from lowprec.train import TrainConfig
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        model = GPT(TrainConfig(**json.loads(state["config"])).model())
+        model.load_state_dict(state["model"])
+    except Exception as error:  # a damaged archive raises many types
+        raise UserError(f"{path} is no checkpoint of a run ({type(error).__name__})") from None
+    return model
+
+
+def _transformers(path: Path, seed: int):
+    if not path.exists():
+        raise UserError(f"there is no {path}; give a folder, config.json, checkpoint.pt or capture")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise UserError("a model needs transformers; install lowprec[transformers]") from None
+    weights = path.is_dir() and any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    try:
+        if weights:
+            kind = dict(dtype=torch.float32, local_files_only=True)
+            return AutoModelForCausalLM.from_pretrained(path, **kind)
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"transformers cannot read {path}: {str(error).splitlines()[0]}") from None
+
+
+def _tokens(text, folder, vocab_size, sequences, length, seed) -> torch.Tensor:
+    """(sequences, length) int64, ids beyond the vocabulary wrapped around."""
+    from lowprec import data
+
+    if text is None:
+        smoke = data.load_tokens(runs.data_root() / "corpora" / "smoke.safetensors")
+        return data.batch(smoke, 0, seed, sequences, length)[0] % vocab_size
+    text = Path(text)
+    if not text.is_file():
+        raise UserError(f"there is no text {text}")
+    ids = torch.tensor(_encoded(text.read_text(errors="replace"), folder, vocab_size))
+    length = min(length, len(ids) // sequences)
+    if length * sequences < 4 * BLOCKS:
+        raise UserError(f"{text} has {len(ids)} tokens; the probe needs {4 * BLOCKS} and more")
+    return ids[: sequences * length].view(sequences, length) % vocab_size
+
+
+def _encoded(text: str, folder, vocab_size: int) -> list[int]:
+    """By the model's tokenizer, else GPT-2's, else as bytes."""
+    if folder is not None and any(folder.glob("tokenizer*")):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"]
+    if vocab_size >= 50257:
+        from lowprec.text import gpt2_encoding
+
+        try:
+            return gpt2_encoding().encode_ordinary(text)
+        except UserError:
+            pass
+    return list(text.encode())

@@ -1,0 +1,184 @@
+"""The probe: its numbers are those of an ordinary backward, and it rings where it must."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from lowprec import UserError, __main__, affected, runs, scores
+from lowprec.capture import Capture
+from lowprec.model import GPT
+from lowprec.policy import FA2
+from lowprec.reference import oracle
+from lowprec.train import PRESETS
+
+CAPTURES = runs.data_root() / "captures"
+
+
+@pytest.fixture(scope="module")
+def hub():
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def small(hub, kind):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=300, max_position_embeddings=64, bos_token_id=0, eos_token_id=0)
+    if kind == "gpt2":
+        return hub.GPT2LMHeadModel(hub.GPT2Config(n_layer=2, n_head=2, n_embd=32, **sizes))
+    config = hub.LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                             hidden_size=32, intermediate_size=86, **sizes)  # fmt: skip
+    return hub.LlamaForCausalLM(config)
+
+
+def weight_gradients(model, kind, tokens):
+    """Norms of each head's rows of the W_Q gradient, layer by layer, by an ordinary backward."""
+    model.set_attn_implementation("eager")
+    model.eval()(input_ids=tokens, labels=tokens).loss.backward()
+    if kind == "gpt2":
+        grads = [b.attn.c_attn.weight.grad[:, :32].mT for b in model.transformer.h]
+    else:
+        grads = [b.self_attn.q_proj.weight.grad for b in model.model.layers]
+    heads = 2 if kind == "gpt2" else 4
+    return [g.reshape(heads, -1).double().norm(dim=1) for g in grads]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_exact_gradient_is_that_of_the_weights(hub, kind):
+    """Through rotary positions, repeated heads, a fused projection; BF16 inputs move it little."""
+    tokens = torch.randint(0, 300, (2, 48), generator=torch.Generator().manual_seed(1))
+    calls = affected._run(small(hub, kind).eval(), tokens, "FA2")
+    wanted = weight_gradients(small(hub, kind), kind, tokens)
+    for call, norms in zip(calls, wanted, strict=True):
+        dq = oracle(call.q, call.k, call.v, scale=call.scale, do=call.do).dq
+        torch.testing.assert_close(call.norms(dq), norms, rtol=0.02, atol=0)
+        assert call.full_k.shape == call.k.shape == call.q.shape
+
+
+def test_a_gpt_goes_the_same_way():
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(PRESETS["tiny"].model(), policy="ALL_FP32"))
+    tokens = torch.randint(0, 300, (2, 33))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    for call, block in zip(affected._run(model, tokens, None), model.blocks, strict=True):
+        dq = oracle(call.q, call.k, call.v, scale=call.scale, do=call.do).dq
+        norms = block.qkv.weight.grad[:64].reshape(2, -1).double().norm(dim=1)
+        torch.testing.assert_close(call.norms(dq), norms, rtol=0.02, atol=0)
+        assert str(call.policy) == "ALL_FP32" and "attention" not in vars(block)
+
+
+def test_a_capture_has_the_numbers_of_its_replay():
+    capture = Capture.load(CAPTURES / "fa2-b-seed4-1580.safetensors")
+    row = affected.probe(capture).iloc[0]
+    t = capture.replay()
+    e = capture.query_error(t)[0]
+    dq = oracle(*(capture.tensors[n] for n in "qkv"), scale=capture.scale,
+                do=capture.tensors["do"]).dq  # fmt: skip
+    g = dq[0, 0].mT @ capture.tensors["x"][0].double()
+    assert row.share == pytest.approx((e.norm() / g.norm()).item(), rel=0.3)  # P is rounded there
+    full = scores.unrounded(capture)
+    parts = scores.parts(*full, capture.scale)
+    stored = (capture.tensors[n].double() for n in "qk")
+    moved = scores.total_variation(
+        *(scores.probabilities(*pair, capture.scale) for pair in (full, stored))
+    )
+    assert row.tv == pytest.approx(moved)
+    assert row.key_share == pytest.approx(parts["key_share"])
+    assert row.common == pytest.approx(parts["common"])
+    assert row.delta_low < row.delta_bias < row.delta_high
+
+
+@pytest.mark.parametrize(
+    "name,rings",
+    [
+        ("fa2-a-seed1-1520", True),
+        ("fa2-b-seed4-1580", True),
+        ("low-c-seed6-1230", True),
+        ("fa2-a-healthy-seed1-1680", False),
+        ("low-c-healthy-seed6-1230", False),
+    ],
+)
+def test_it_rings_on_failing_captures_only(name, rings):
+    table = affected.probe(CAPTURES / f"{name}.safetensors")
+    assert table.alarm.tolist() == [rings]
+    assert affected.verdict(table).startswith("ALARM in 1 of 1" if rings else "No alarm")
+
+
+@pytest.mark.parametrize(
+    "common,share,rings", [(0.0, 0.0, False), (0.01, 64.0, False), (0.5, 64.0, True)]
+)
+def test_a_planted_common_part_rings_in_its_head(hub, common, share, rings):
+    """A bias of all keys changes no softmax, and its rounding ruins one head's gradient. Without
+    one of the queries the scores stay small and nothing rings."""
+    model = small(hub, "gpt2")
+    with torch.no_grad():
+        bias = model.transformer.h[1].attn.c_attn.bias
+        bias[16:32] += common
+        bias[48:64] += share
+    table = affected.probe(model, length=64)
+    ill = table[table.share >= affected.SHARE][["layer", "head"]].to_numpy().tolist()
+    assert ill == ([[1, 1]] if share else [])
+    assert table.alarm.sum() == rings
+    assert affected.verdict(table).startswith("ALARM in 1 of 4" if rings else "No alarm")
+    assert model.config._attn_implementation != "lowprec-probe"
+
+
+def test_exact_attention_has_no_error(hub):
+    table = affected.probe(small(hub, "gpt2"), policy="ALL_FP32", length=64)
+    rounded = affected.probe(small(hub, "gpt2"), policy=FA2, length=64)
+    assert table.share.max() < 0.1 * rounded.share.min()
+    assert table.o_bias.abs().max() < 1e-3
+
+
+def test_the_command(hub, tmp_path, capsys):
+    small(hub, "llama").config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    (tmp_path / "some.txt").write_text("def f(x):\n    return x + 1\n" * 20)
+    words = ["probe", str(tmp_path / "config.json"), "--text", str(tmp_path / "some.txt")]
+    outputs = ["--figure", str(tmp_path / "f.png"), "--table", str(tmp_path / "t.csv")]
+    assert __main__.main([*words, *outputs]) == 0
+    assert "No alarm in 8 head(s)" in capsys.readouterr().out
+    assert (tmp_path / "f.png").stat().st_size > 5000
+    assert len((tmp_path / "t.csv").read_text().splitlines()) == 9
+    assert __main__.main([*words[:2], "--text", str(tmp_path / "none.txt")]) == 2
+    assert "there is no text" in capsys.readouterr().err
+
+
+def test_weights_of_a_folder_are_read(hub, tmp_path):
+    model = small(hub, "gpt2")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "some.txt").write_text("abc " * 100)
+    tables = [affected.probe(m, tmp_path / "some.txt", length=64) for m in (model, tmp_path)]
+    assert tables[0].equals(tables[1])
+
+
+def test_a_checkpoint_is_read_under_its_own_policy(tmp_path):
+    config = dataclasses.replace(PRESETS["tiny"], policy="LOW")
+    torch.manual_seed(0)
+    model = GPT(config.model())
+    state = dict(config=json.dumps(dataclasses.asdict(config)), model=model.state_dict())
+    torch.save(state, tmp_path / "checkpoint.pt")
+    table = affected.probe(tmp_path / "checkpoint.pt", length=64)
+    other = affected.probe(tmp_path / "checkpoint.pt", policy="FA2", length=64)
+    assert len(table) == 4 and (table.share > other.share).all()
+    assert table.equals(affected.probe(model, length=64))
+
+
+@pytest.mark.parametrize(
+    "name,words",
+    [("nothing", "there is no"), ("a.pt", "no checkpoint"), ("config.json", "cannot read")],
+)
+def test_a_mistake_is_one_sentence(hub, tmp_path, name, words):
+    if name != "nothing":
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=words):
+        affected.probe(tmp_path / name)
+
+
+def test_too_little_text(hub, tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(UserError, match="has 5 tokens"):
+        affected.probe(small(hub, "gpt2"), tmp_path / "a.txt")

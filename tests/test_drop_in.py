@@ -1,0 +1,261 @@
+"""sdpa is PyTorch's under ALL_FP32, and a transformers model with it is the stock model."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lowprec
+from lowprec import UserError, data, huggingface, runs
+from lowprec.attention import attention
+from lowprec.drop_in import sdpa
+from lowprec.policy import FA2, SAFE, PrecisionPolicy
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def qkv(*shape, keys=None, heads=None, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    other = list(shape)
+    other[-2] = keys or shape[-2]
+    if heads:
+        other[-3] = heads
+    return [
+        torch.randn(*s, generator=g, dtype=dtype, requires_grad=True) for s in (shape, other, other)
+    ]
+
+
+def both(inputs, **how):
+    """Output and gradients of ours under ALL_FP32 and of PyTorch's."""
+    results = []
+    for function, extra in ((sdpa, dict(policy="ALL_FP32")), (F.scaled_dot_product_attention, {})):
+        o = function(*inputs, **how, **extra)
+        do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
+        results.append([o, *torch.autograd.grad(o, inputs, do)])
+    return zip(*results, strict=True)
+
+
+@pytest.mark.parametrize(
+    "shape,inputs,how",
+    [
+        ((2, 3, 24, 16), {}, dict(is_causal=True)),
+        ((2, 3, 24, 16), {}, dict(scale=0.3)),
+        ((2, 3, 24, 16), dict(keys=40), {}),
+        ((2, 3, 24, 16), dict(keys=40), dict(is_causal=True)),
+        ((2, 3, 1, 16), dict(keys=40), {}),
+        ((2, 6, 24, 16), dict(heads=2), dict(is_causal=True, enable_gqa=True)),
+        ((24, 16), {}, dict(is_causal=True)),
+        ((3, 24, 16), {}, dict(is_causal=True)),
+        ((2, 2, 3, 24, 16), {}, dict(is_causal=True)),
+        ((4, 24, 16), dict(heads=2), dict(enable_gqa=True)),
+    ],
+)
+def test_the_same_as_pytorch(shape, inputs, how):
+    for ours, theirs in both(qkv(*shape, **inputs), **how):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("queries", [24, 8])
+@pytest.mark.parametrize("hides", [False, True])
+def test_masks_that_say_no_more_than_causal(additive, queries, hides):
+    mask = torch.ones(1, 1, queries, 24, dtype=torch.bool)
+    mask = mask.tril(24 - queries) if hides else mask
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    for ours, theirs in both(qkv(2, 3, queries, 16, keys=24), attn_mask=mask):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_safe_is_what_attention_computes():
+    inputs = qkv(1, 2, 32, 16, dtype=torch.bfloat16)
+    assert SAFE == FA2.replace(delta_from="o_fp32") == PrecisionPolicy.parse("SAFE")
+    assert str(SAFE) == "FA2+delta_from=o_fp32"
+    do = torch.randn(1, 2, 32, 16, dtype=torch.bfloat16)
+    grads = [
+        torch.autograd.grad(o, inputs, do)
+        for o in (sdpa(*inputs, is_causal=True), attention(*inputs, SAFE), attention(*inputs, FA2))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(grads[0], grads[1], strict=True))
+    assert not torch.equal(grads[0][0], grads[2][0])
+
+
+def test_autocast_casts_as_pytorch_does():
+    q, k, v = qkv(1, 2, 16, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert sdpa(q, k.bfloat16(), v).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (dict(dropout_p=0.1), ("dropout_p=0.1", "attn_pdrop")),
+        (dict(policy="FA2+o=bf16:stochastic"), ("random bits", "lowprec.attention")),
+        (dict(policy="SAVE"), ("SAVE", "SAFE")),
+        (dict(attn_mask=torch.ones(16, 16, dtype=torch.bool).triu()), ("attn_mask", "right")),
+        (dict(attn_mask=torch.full((16, 16), 0.5)), ("attn_mask",)),
+        (dict(attn_mask=torch.full((16, 16), -1.0).triu(1)), ("attn_mask",)),
+        (dict(attn_mask=torch.ones(16, 16, dtype=torch.bool), is_causal=True), ("not both",)),
+    ],
+)
+def test_what_is_not_supported_is_named(change, words):
+    with pytest.raises(UserError) as error:
+        sdpa(*qkv(1, 2, 16, 16), **change)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_shapes_that_are_refused():
+    with pytest.raises(UserError, match="multiple of the heads"):
+        sdpa(*qkv(1, 3, 8, 16, heads=2), enable_gqa=True)
+    with pytest.raises(UserError, match="as many queries as keys"):
+        sdpa(*qkv(1, 2, 16, 16, keys=8), is_causal=True)
+    with pytest.raises(UserError, match="seqlen, head_dim"):
+        sdpa(*(torch.ones(4) for _ in range(3)))
+
+
+def test_the_name_loads_torch_only_when_asked():
+    code = (
+        "import sys, lowprec; assert 'torch' not in sys.modules; "
+        "from lowprec import sdpa; assert 'torch' in sys.modules and callable(sdpa)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    with pytest.raises(AttributeError):
+        lowprec.spda  # noqa: B018
+
+
+# transformers
+
+
+def hub_model(kind):
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=512, max_position_embeddings=64, bos_token_id=0, eos_token_id=0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=64, attn_pdrop=0.0,
+                                         resid_pdrop=0.0, embd_pdrop=0.0, **sizes)  # fmt: skip
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(num_hidden_layers=2, num_attention_heads=4,
+                                      num_key_value_heads=2, hidden_size=64, intermediate_size=172,
+                                      **sizes)  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request):
+    model = hub_model(request.param)
+    huggingface.register("exact", "ALL_FP32")
+    huggingface.register()
+    with torch.no_grad():  # away from the start, where attention is nearly uniform
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight *= 3
+    return model
+
+
+def run(model, implementation, dtype=torch.float32):
+    """Logits, and all gradients in one vector, as float32."""
+    tokens = torch.randint(0, 512, (2, 48), generator=torch.Generator().manual_seed(2))
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        out = model(input_ids=tokens, labels=tokens)
+    out.loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return out.logits.detach().float(), gradient
+
+
+def apart(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_a_stock_model_computes_the_same(model):
+    ours = run(model, "exact")
+    for stock in ("eager", "sdpa"):
+        assert all(apart(*pair) < 2e-6 for pair in zip(ours, run(model, stock), strict=True))
+
+
+def test_safe_in_bf16_is_as_close_as_stock_bf16(model):
+    exact = run(model, "eager")
+    ours, stock = (run(model, name, torch.bfloat16) for name in ("lowprec", "sdpa"))
+    for i in range(2):
+        assert 0 < apart(ours[i], exact[i]) <= 1.2 * apart(stock[i], exact[i])
+
+
+def test_one_training_step(model):
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    steps = []
+    for implementation in ("exact", "sdpa"):
+        model.load_state_dict(start, strict=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+        run(model, implementation)
+        optimizer.step()
+        steps.append(torch.cat([(p.detach() - start[n]).flatten()
+                                for n, p in model.named_parameters()]))  # fmt: skip
+    assert steps[1].norm() > 0 and apart(*steps) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_short_training(kind):
+    huggingface.register()
+    smoke = data.load_tokens(runs.data_root() / "corpora" / "smoke.safetensors")
+    losses = {}
+    for implementation in ("lowprec", "sdpa"):
+        model, path = hub_model(kind), []
+        model.set_attn_implementation(implementation)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for step in range(30):
+            tokens = data.batch(smoke, step, 0, 4, 64)[0] % 512
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            path.append(loss.item())
+        losses[implementation] = path
+    ours, stock = losses.values()
+    assert ours[0] - ours[-1] > 1
+    assert ours != stock and abs(ours[-1] - stock[-1]) < 0.05
+
+
+def test_generation_with_a_cache(model):
+    prompt = torch.randint(1, 512, (2, 8), generator=torch.Generator().manual_seed(3))
+    texts = []
+    for implementation in ("exact", "sdpa"):
+        model.set_attn_implementation(implementation)
+        texts.append(model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None))
+    assert torch.equal(*texts)
+
+
+def test_padding(model):
+    tokens = torch.randint(0, 512, (2, 16))
+    mask = torch.ones_like(tokens)
+    model.set_attn_implementation("exact")
+    assert torch.equal(model(tokens, attention_mask=mask).logits, model(tokens).logits)
+    mask[0, :3] = 0
+    with pytest.raises(UserError, match="attn_mask"):
+        model(tokens, attention_mask=mask)
+
+
+def test_what_the_registry_may_ask_is_refused():
+    hub_model("gpt2")
+    forward = __import__("transformers").AttentionInterface()[huggingface.register("other")]
+    with pytest.raises(UserError, match="'other' does not support softcap"):
+        forward(None, *qkv(1, 2, 8, 16), None, softcap=30.0)
+
+
+def test_the_page_runs():
+    pytest.importorskip("transformers")
+    page = (ROOT / "book" / "take_it_home.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["q"].grad.isfinite().all() and names["loss"].isfinite()
+    assert names["exact"].dtype == torch.float32
