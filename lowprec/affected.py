@@ -30,7 +30,7 @@ import pandas as pd
 import torch
 from scipy import stats
 
-from lowprec import UserError, drift, plots, runs, scores
+from lowprec import UserError, plots, runs
 from lowprec.attention import trace
 from lowprec.capture import Capture
 from lowprec.drop_in import sdpa
@@ -38,6 +38,7 @@ from lowprec.formats import BF16, ulp
 from lowprec.model import GPT
 from lowprec.policy import FA2, PrecisionPolicy
 from lowprec.reference import oracle
+from lowprec.studies import drift, scores
 
 SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
 BLOCKS = 16

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lowprec import UserError
-from lowprec.additions import (
+from lowprec.formats import BF16, E4M3, FP16, round_to, ulp
+from lowprec.studies.additions import (
     RESIDUALS,
     Bias,
     as_table,
@@ -17,7 +18,6 @@ from lowprec.additions import (
     tied_sum_bias,
     tied_values,
 )
-from lowprec.formats import BF16, E4M3, FP16, round_to, ulp
 
 
 def seeded(seed=0):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec.curvature import (
+from lowprec.studies.curvature import (
     common_tokens,
     curvature,
     draw_batch,

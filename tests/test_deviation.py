@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from lowprec import UserError
-from lowprec.deviation import (
+from lowprec.formats import BF16, round_to
+from lowprec.policy import PrecisionPolicy
+from lowprec.reference import emulate, oracle
+from lowprec.studies.deviation import (
     baseline,
     deviations,
     estimate,
@@ -17,9 +20,6 @@ from lowprec.deviation import (
     tied_inputs,
     typical,
 )
-from lowprec.formats import BF16, round_to
-from lowprec.policy import PrecisionPolicy
-from lowprec.reference import emulate, oracle
 
 
 def draws(fmt="bf16", keys=64):

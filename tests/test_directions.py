@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from lowprec.directions import along, mean_cosine, mean_keys, principal, shifted, step_cosines
 from lowprec.probes import QueryErrorWindow
 from lowprec.reference import oracle
+from lowprec.studies.directions import (
+    along,
+    mean_cosine,
+    mean_keys,
+    principal,
+    shifted,
+    step_cosines,
+)
 
 
 def rows(count=20, width=5, seed=0, common=0.5):

@@ -7,8 +7,8 @@ from scipy import signal, stats
 
 from lowprec import UserError
 from lowprec.capture import Capture
-from lowprec.drift import batch_means, output_terms, relative_sum, top_share
 from lowprec.runs import data_root
+from lowprec.studies.drift import batch_means, output_terms, relative_sum, top_share
 
 NOISE = np.random.default_rng(0).standard_normal((400, 1000))
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowprec import UserError, mixed_runs
+from lowprec import UserError
 from lowprec.formats import BF16, FP16, round_to
-from lowprec.mixed import ARMS, LossScale, Optimiser, Recipe, product, store
-from lowprec.mixed_runs import (
+from lowprec.model import GPT, GPTConfig
+from lowprec.studies import mixed_runs
+from lowprec.studies.mixed import ARMS, LossScale, Optimiser, Recipe, product, store
+from lowprec.studies.mixed_runs import (
     compare_product,
     learning_rate,
     load,
@@ -25,8 +27,7 @@ from lowprec.mixed_runs import (
     train,
     trick,
 )
-from lowprec.model import GPT, GPTConfig
-from lowprec.small import DIGITS, TASKS, Digits, Text
+from lowprec.studies.small import DIGITS, TASKS, Digits, Text
 
 TEXT = Text(steps=12, warmup=2, batch=2, seeds=2, classes=64, width=16, length=16, held=4)
 IMAGES = dataclasses.replace(TASKS["digits"], steps=12, warmup=2, batch=8, seeds=2)
@@ -295,7 +296,7 @@ def test_after_the_deadline_no_arm_is_begun(tmp_path):
 
 
 def test_command_line(tmp_path):
-    command = [sys.executable, "-m", "lowprec.mixed_runs", str(tmp_path), "digits"]
+    command = [sys.executable, "-m", "lowprec.studies.mixed_runs", str(tmp_path), "digits"]
     sizes = ["--steps", "21", "--seeds", "2"]
     done = subprocess.run([*command, *sizes], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from lowprec import UserError, pairs, runs
+from lowprec import UserError, runs
+from lowprec.studies import pairs
 from lowprec.train import TrainConfig, train
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=2, warmup=2,

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowprec import UserError, peers, runs
-from lowprec.additions import output_errors
+from lowprec import UserError, runs
 from lowprec.formats import BF16
 from lowprec.reference import oracle
+from lowprec.studies import peers
+from lowprec.studies.additions import output_errors
 
 RECORDS = sorted((runs.repo_root() / "data/peers").glob("*.json"))
 

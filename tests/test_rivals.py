@@ -6,7 +6,8 @@ import torch
 
 from lowprec.capture import Capture
 from lowprec.reference import oracle
-from lowprec.rivals import (
+from lowprec.runs import data_root
+from lowprec.studies.rivals import (
     centred,
     delta_error,
     effect,
@@ -14,8 +15,7 @@ from lowprec.rivals import (
     gradient_error,
     query_gradient,
 )
-from lowprec.runs import data_root
-from lowprec.stabilised import retrace
+from lowprec.studies.stabilised import retrace
 
 
 @pytest.fixture(scope="module")

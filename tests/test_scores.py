@@ -2,9 +2,9 @@
 
 import torch
 
-from lowprec import scores
 from lowprec.formats import BF16, round_to
 from lowprec.reference import oracle
+from lowprec.studies import scores
 
 
 def heads(seed=0, rows=96, width=16):

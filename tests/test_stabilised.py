@@ -10,7 +10,7 @@ from lowprec.formats import round_to
 from lowprec.policy import ALL_FP32, LOW, Shift
 from lowprec.reference import oracle
 from lowprec.runs import data_root
-from lowprec.stabilised import (
+from lowprec.studies.stabilised import (
     acts,
     attend,
     compare,

@@ -8,8 +8,8 @@ from conftest import family
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec.policy import RELEASED
-from lowprec.published import GpuAutocast, backward, forward
 from lowprec.reference import emulate, oracle
+from lowprec.studies.published import GpuAutocast, backward, forward
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ one seed that differ in a single setting are a pair, and so are two seeds of one
 step and each weight matrix this compares one run's numbers with the other's, and writes all that
 into one small table, with the facts of its runs, after which the weights themselves may go:
 
-    python -m lowprec.pairs runs/pairs flash:fp32 bf16:fp32 fp32:fp32
+    python -m lowprec.studies.pairs runs/pairs flash:fp32 bf16:fp32 fp32:fp32
 
 `fp32:fp32` stands for all pairs of seeds of that arm. A pair of which a run is missing is left out.
 """
@@ -154,7 +154,9 @@ def along(table: pd.DataFrame, pair: str, column: str, weight: str = "all") -> p
 
 def main(argv: list[str] | None = None) -> None:
     """Compare the kept weights of a campaign's runs."""
-    parser = argparse.ArgumentParser(prog="python -m lowprec.pairs", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lowprec.studies.pairs", description=main.__doc__
+    )
     parser.add_argument("folder", type=Path, help="a campaign's folder")
     parser.add_argument("pairs", nargs="+", help="ARM:ARM, the second as the reference")
     parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")

@@ -1,4 +1,4 @@
-"""The models that `lowprec.mixed_runs` trains, and their data.
+"""The models that `lowprec.studies.mixed_runs` trains, and their data.
 
 `digits`: a convolutional network on 8 × 8 images of handwritten digits, SGD with momentum. `text`:
 a two-layer language model on the smoke corpus, Adam. `gpt`: the same language model as wide as the

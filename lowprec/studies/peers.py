@@ -6,7 +6,7 @@ gives away the delta that it used. Two kinds of inputs: rows with exactly k tied
 committed captures. On a GPU there are flash, cuDNN, memory-efficient and FlexAttention; everywhere
 PyTorch's plain attention ("math"), and on a CPU its own flash attention.
 
-    python -m lowprec.peers data/peers          one record, DATE-GPU.json
+    python -m lowprec.studies.peers data/peers          one record, DATE-GPU.json
 
 A program that fails is named in the record with its error, and the rest goes on.
 """
@@ -327,7 +327,7 @@ def record(device) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lowprec.peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lowprec.studies.peers", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the dated record goes")
     folder = parser.parse_args().folder
     device = "cuda" if torch.cuda.is_available() else "cpu"

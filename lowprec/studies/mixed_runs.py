@@ -1,11 +1,11 @@
-"""The arms of `lowprec.mixed` on the tasks of `lowprec.small`: training, comparisons, records.
+"""The arms of `mixed` on the tasks of `small`: training, comparisons, records.
 
 A record is `NAME.json`, where and with what it was made and how each run ended, and
 `NAME.parquet`, its losses. They are made by
 
-    python -m lowprec.mixed_runs data/mixed digits        (minutes on one core, and so is text)
-    python -m lowprec.mixed_runs data/mixed gpt --device cuda --data shards/pysource
-    python -m lowprec.mixed_runs data/mixed products --device cuda
+    python -m lowprec.studies.mixed_runs data/mixed digits   (minutes on a core, so is text)
+    python -m lowprec.studies.mixed_runs data/mixed gpt --device cuda --data shards/pysource
+    python -m lowprec.studies.mixed_runs data/mixed products --device cuda
 
 and `digits-many` and `text-many`, with new seeds, on either.
 """
@@ -27,8 +27,8 @@ import torch.nn.functional as F
 
 from lowprec import UserError, runs
 from lowprec.formats import BF16, Format, round_to, ulp
-from lowprec.mixed import ARMS, LossScale, Optimiser, per_seed, product, store
-from lowprec.small import TASKS
+from lowprec.studies.mixed import ARMS, LossScale, Optimiser, per_seed, product, store
+from lowprec.studies.small import TASKS
 
 
 def losses(logits, targets):
@@ -291,7 +291,9 @@ def load(name, folder=None):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lowprec.mixed_runs", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m lowprec.studies.mixed_runs", description=__doc__
+    )
     parser.add_argument("folder", type=Path, help="where the record goes")
     parser.add_argument("name", choices=(*TASKS, "products"))
     parser.add_argument("--device", default="cpu")
