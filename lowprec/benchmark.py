@@ -181,10 +181,12 @@ def training_step(policy: str, impl: str = "triton", steps: int = 40, device: st
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = (config.batch_size, config.block_size)
     batches = [(torch.randint(50257, shape, device=device),) * 2]
+    scaler = torch.amp.GradScaler(device, enabled=False)  # BF16 needs no loss scale
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
 
     def step():
-        train._gradients(model, train.Group(device), batches, None, True, lambda i, count: 0)
+        group, draw = train.Group(device), lambda i, count: 0
+        train._gradients(model, group, batches, None, True, draw, scaler)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
