@@ -160,14 +160,17 @@ def in_words(claim: Claim, verdict: str) -> str:
 
 
 def readme_table(registry: dict[str, Claim]) -> str:
-    """The paper's claims without measurements, so that it changes only with claims.yml, and the
-    count of all."""
-    rows = [
-        (in_words(c, c.verdict), c.sentence, f"`{c.notebook}.ipynb`") for c in of_paper(registry)
-    ]
+    """The paper's claims that are decided or open, without measurements, so that it changes only
+    with claims.yml, and the count of all."""
+    paper = of_paper(registry)
+    run = [c for c in paper if c.verdict != "not run"]
+    rows = [(in_words(c, c.verdict), c.sentence, f"`{c.notebook}.ipynb`") for c in run]
+    wait = (
+        f"{len(paper) - len(run)} more claims of the paper wait for runs. " if paper != run else ""
+    )
     found = [claim.verdict for claim in registry.values()]
     counts = ", ".join(f"{found.count(v)} {v}" for v in claims.VERDICTS if v in found)
-    return f"{table(('Verdict', 'Claim', 'Notebook'), rows)}\nAll {len(found)} claims: {counts}.\n"
+    return f"{table(('Verdict', 'Claim', 'Notebook'), rows)}\n{wait}All {len(found)} claims: {counts}.\n"
 
 
 def with_claims(text: str, registry: dict[str, Claim]) -> str:
