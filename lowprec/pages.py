@@ -170,7 +170,8 @@ def readme_table(registry: dict[str, Claim]) -> str:
     )
     found = [claim.verdict for claim in registry.values()]
     counts = ", ".join(f"{found.count(v)} {v}" for v in claims.VERDICTS if v in found)
-    return f"{table(('Verdict', 'Claim', 'Notebook'), rows)}\n{wait}All {len(found)} claims: {counts}.\n"
+    shown = table(("Verdict", "Claim", "Notebook"), rows)
+    return f"{shown}\n{more}All {len(found)} claims: {counts}.\n"
 
 
 def with_claims(text: str, registry: dict[str, Claim]) -> str:
