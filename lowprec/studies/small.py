@@ -178,7 +178,7 @@ TASKS = {
     "digits-many": Digits(seeds=64, first_seed=100),
     "text-many": Text(seeds=64, first_seed=100),
     "gpt": Text(
-        lr=1e-3, steps=250, warmup=25, batch=16, seeds=3, classes=None, width=384, layers=4,
+        lr=1e-3, steps=300, warmup=30, batch=16, seeds=3, classes=None, width=384, layers=4,
         heads=6, length=256, path="shards/pysource",
     ),
 }  # fmt: skip
