@@ -256,8 +256,8 @@ Shown on a 6-layer GPT-2 trained for 7,000 steps: this policy explodes in 0 of 4
 field on `LOW` in 0 of 8, where `FA2` and `LOW` explode in all 8 (book, parts I and II). Not shown:
 eight seeds of this very policy, longer runs, larger models. It does not undo harm: of four captures
 of failing heads two still alarm under it, because delta keeps the error that rounding P leaves in
-the output. Costs one FP32 output a layer: 7.4 % more memory at the peak of a training step and 0.5 %
-of its speed on an H200 (data/benchmarks).
+the output. Costs one FP32 output a layer: 7.4 % more memory at the peak of a training step and
+0.5 % of its speed on an H200 (data/benchmarks).
 
 Its text form is FA2+delta_from=o_fp32: a recommendation may change, what runs recorded may not."""
 
