@@ -156,6 +156,11 @@ def probe(argv: list[str]) -> None:
             figure: where to draw what the alarm reads, .png, .svg or .pdf.
             table: where to write a row for each layer and head, .csv.
         """
+        for path, kinds in ((figure, (".png", ".svg", ".pdf")), (table, (".csv",))):
+            if path and path.suffix not in kinds:
+                raise UserError(f"{path} must end in {' or '.join(kinds)}")
+            if path and not path.parent.is_dir():
+                raise UserError(f"there is no folder {path.parent} for {path.name}")
         result = affected.probe(model, text, policy, sequences, length)
         shown = result.nlargest(10, "share").round(4)
         print(shown.to_string(index=False), affected.verdict(result), sep="\n\n")

@@ -63,6 +63,8 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
         share, common, tv: see above; key_share: |mean key| / rms |key|; alarm: bool
     Exact is float64, on the q, k, v and do that attention got.
     """
+    if sequences < 1 or length < 1:
+        raise UserError(f"sequences={sequences} and length={length} must be at least 1")
     if isinstance(model, (str, Path)):
         path = runs.at_root(model)
         model, folder = _load(path, seed), path if path.is_dir() else path.parent
@@ -83,7 +85,7 @@ def verdict(table: pd.DataFrame) -> str:
     text = (
         f"In layer {worst.layer:.0f}, head {worst['head']:.0f} the error that rounding makes "
         f"through delta is {worst.share:.2g} times as long as W_Q's gradient, and the mean score "
-        f"is {worst.common:.1f}. Rounding q and k moves P by {worst.tv:.2%}"
+        f"is {round(worst.common, 1) + 0.0:.1f}. Rounding q and k moves P by {worst.tv:.2%}"
     )
     if ill.empty:
         return f"No alarm in {len(table)} head(s). The largest: {text[0].lower()}{text[1:]}."
@@ -305,7 +307,7 @@ def _transformers(path: Path, seed: int):
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise UserError("a model needs transformers; install lowprec[transformers]") from None
+        raise UserError("a model needs transformers: pip install -e '.[transformers]'") from None
     weights = path.is_dir() and any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
     try:
         if weights:
@@ -322,7 +324,10 @@ def _tokens(text, folder, vocab_size, sequences, length, seed) -> torch.Tensor:
     """(sequences, length) int64, ids beyond the vocabulary wrapped around."""
     from lowprec import data
 
+    few = f"has {{}} tokens; the probe needs {4 * BLOCKS} and more"
     if text is None:
+        if sequences * length < 4 * BLOCKS:
+            raise UserError(f"{sequences} x {length} " + few.format(sequences * length))
         smoke = data.load_tokens(runs.data_root() / "corpora" / "smoke.safetensors")
         return data.batch(smoke, 0, seed, sequences, length)[0] % vocab_size
     text = Path(text)
@@ -331,7 +336,7 @@ def _tokens(text, folder, vocab_size, sequences, length, seed) -> torch.Tensor:
     ids = torch.tensor(_encoded(text.read_text(errors="replace"), folder, vocab_size))
     length = min(length, len(ids) // sequences)
     if length * sequences < 4 * BLOCKS:
-        raise UserError(f"{text} has {len(ids)} tokens; the probe needs {4 * BLOCKS} and more")
+        raise UserError(f"{text} {few.format(len(ids))}")
     return ids[: sequences * length].view(sequences, length) % vocab_size
 
 

@@ -179,6 +179,28 @@ def test_a_mistake_is_one_sentence(hub, tmp_path, name, words):
         affected.probe(tmp_path / name)
 
 
+def test_an_output_that_cannot_be_written_is_said_before_any_work(tmp_path, capsys):
+    for words, mend in (
+        (["--figure", "heads.xyz"], "must end in .png"),
+        (["--table", str(tmp_path / "none" / "t.csv")], "there is no folder"),
+    ):
+        assert __main__.main(["probe", "nothing", *words]) == 2
+        assert mend in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "sizes,words",
+    [
+        (dict(sequences=0), "sequences=0"),
+        (dict(length=0), "length=0"),
+        (dict(sequences=2, length=8), "has 16 tokens"),
+    ],
+)
+def test_sizes_too_small(hub, sizes, words):
+    with pytest.raises(UserError, match=words):
+        affected.probe(small(hub, "gpt2"), **sizes)
+
+
 def test_too_little_text(hub, tmp_path):
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(UserError, match="has 5 tokens"):
