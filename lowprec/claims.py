@@ -130,7 +130,7 @@ class Result:
             return f"needs profile {' or '.join(c.profile)}"
         need = f", {c.n} needed" if self.n < c.n else ""
         value = number(self.value, exact=True) if c.is_exact else self.text
-        return f"{c.metric} {value}, n = {self.n}{need}"
+        return f"{c.metric} {value}, n = {self.n:,}{need}"
 
     def markdown(self) -> str:
         """The verdict in words: what was claimed, measured, and what would refute it."""
