@@ -252,12 +252,9 @@ RELEASED = _low("s x p l o_acc o dodo dp p_bwd ds dq_acc dkdv_acc", l_floor=1e-1
 SAFE = FA2.replace(delta_from="o_fp32")
 """The policy to take home: `FA2` with one field changed, delta read from the unrounded output.
 
-Shown on a 6-layer GPT-2 trained for 7,000 steps: this policy explodes in 0 of 4 seeds, and the same
-field on `LOW` in 0 of 8, where `FA2` and `LOW` explode in all 8 (book, parts I and II). Not shown:
-eight seeds of this very policy, longer runs, larger models. It does not undo harm: of four captures
-of failing heads two still alarm under it, because delta keeps the error that rounding P leaves in
-the output. Costs one FP32 output a layer: 7.4 % more memory at the peak of a training step and
-0.5 % of its speed on an H200 (data/benchmarks).
+What is shown of it, and what it costs (one FP32 output a layer), is on the book's page "A better
+fix". It does not undo harm: captured heads that fail already can still alarm under it, because
+delta keeps the error that rounding P leaves in the output.
 
 Its text form is FA2+delta_from=o_fp32: a recommendation may change, what runs recorded may not."""
 
