@@ -17,6 +17,7 @@ import math
 import os
 import signal
 import threading
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -222,6 +223,11 @@ def processes(config: TrainConfig):
     dist.init_process_group("gloo" if device == "cpu" else "nccl")
     try:
         yield Group(device, rank, size)
+    except BaseException as error:
+        # The failed frames hold DDP, which would end the group last, waiting for gloo's threads
+        # with the GIL, for which those wait in turn. destroy_process_group waits without it.
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
         dist.destroy_process_group()
 

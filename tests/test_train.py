@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -217,17 +218,25 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
         train(small(), tmp_path / "a", resume=True)
 
 
+@pytest.fixture
+def server():
+    """Starts processes in which everything is imported; it has no threads, so its forks work."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["lowprec.train", "lowprec.capture", "pyarrow.parquet", "pytest"]
+    )
+    return context
+
+
 def _forever(folder):
     torch.set_num_threads(1)
     recorder.FLUSH = 4
     train(small(steps=10**6, checkpoint_every=3), folder)
 
 
-def test_killed_at_random_moments_a_run_keeps_its_last_flush(tmp_path):
+def test_killed_at_random_moments_a_run_keeps_its_last_flush(tmp_path, server):
     """20 times SIGKILL: the folder reads, has every step up to the last flush, and no gap."""
     draw, kept = random.Random(0), 0
-    server = multiprocessing.get_context("forkserver")  # has no threads, so that its forks work
-    server.set_forkserver_preload(["lowprec.train", "lowprec.capture", "pyarrow.parquet", "pytest"])
     for i in range(20):
         process = server.Process(target=_forever, args=(tmp_path / str(i),))
         process.start()
@@ -291,6 +300,40 @@ def test_two_processes_train_as_one(tmp_path):
         assert list(run.metrics[name]) == pytest.approx(list(alone.metrics[name]), rel=1e-4)
     assert list(run.probes.delta_abs) == pytest.approx(list(alone.probes.delta_abs), rel=1e-2)
     assert list(run.probes.rows) == list(alone.probes.rows)
+
+
+def _fails_during_a_sum(rank, port, folder):
+    """One of two processes, both of which fail while gloo still holds a tensor."""
+    torch.set_num_threads(1)
+    os.environ |= dict(
+        TORCHELASTIC_RUN_ID="test", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+
+    def failing(*_):
+        torch.distributed.all_reduce(torch.zeros(2**25), async_op=True)
+        raise UserError("no space left")
+
+    Recorder.measured = failing
+    with pytest.raises(UserError, match="no space left"):
+        train(small(), folder)
+
+
+def test_processes_that_fail_leave_at_once(tmp_path, server):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        server.Process(target=_fails_during_a_sum, args=(i, port, tmp_path / "a")) for i in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(20)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes == [0, 0], "None is a process that hangs"
 
 
 def test_captures_and_the_window_leave_the_run_alone(tmp_path):
