@@ -327,6 +327,8 @@ def main(argv: list[str]) -> None:
     """Execute one notebook into a page."""
     from papermill.exceptions import PapermillExecutionError
 
+    from lowprec.claims import Result
+
     parser = argparse.ArgumentParser(prog="python -m lowprec notebook", description=main.__doc__)
     parser.add_argument("source", type=Path, help="notebook to execute")
     parser.add_argument("output", type=Path, help="where the executed page goes")
@@ -344,4 +346,6 @@ def main(argv: list[str]) -> None:
     verdicts = [v["verdict"] for v in about["verdicts"]]
     parts = [f"{about['seconds']:.0f} s"]
     parts += [f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)]
+    for verdict in about["verdicts"]:
+        print(Result.from_dict(verdict))
     print(f"{args.output}: {', '.join(parts)}")

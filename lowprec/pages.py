@@ -71,6 +71,8 @@ def check_coverage(registry, executed, sources: Path) -> dict[str, Result]:
                 results[record["claim"]["id"]] = Result.from_dict(record)
     for claim in registry.values():
         if (sources / f"{claim.notebook}.ipynb").is_file() and claim.id not in results:
+            if claim.notebook not in executed:
+                raise UserError(f"notebook {claim.notebook} was not executed: run `make book`")
             raise UserError(
                 f"claim {claim.id} names notebook {claim.notebook}, which does not check it: call "
                 f"claims.check({claim.id!r}, ...) there, or mend the entry in book/claims.yml"

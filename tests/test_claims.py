@@ -248,5 +248,6 @@ def test_the_books_claims_are_whole():
 def test_readme_has_the_claims_of_claims_yml():
     readme = (ROOT / "README.md").read_text()
     registry = claims.load(ROOT / "book" / "claims.yml")
-    stale = "README.md is older than book/claims.yml: run `python -m lowprec claims --write`"
+    stale = "README.md is older than book/claims.yml: run `make book`, or\n"
+    stale += "`python -m lowprec claims --write` if all pages are executed"
     assert pages.with_claims(readme, registry) == readme, stale
