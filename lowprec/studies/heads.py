@@ -96,10 +96,10 @@ def rank_correlations(columns: dict) -> pd.DataFrame:
     columns: {(arm, seed): Series by head}. Columns of the result: arm, seed, other arm, other
     seed, correlation; each pair of runs once.
     """
-    table = pd.DataFrame(columns).corr(method="spearman")
+    table = pd.DataFrame(columns).corr(method="spearman").to_numpy()
     rows = [
-        (*one, *other, table.at[one, other])
-        for one, other in combinations(columns, 2)
+        (*one, *other, table[i, j])
+        for (i, one), (j, other) in combinations(enumerate(columns), 2)
         if one[0] != other[0]
     ]
     names = ["arm", "seed", "other arm", "other seed", "correlation"]
