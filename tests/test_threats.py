@@ -30,6 +30,7 @@ ON_RUNS = (
     "21_not_tiling",
     "22_one_layer",
     "23_delta_carries_it",
+    "24_which_heads",
     "31_the_gradient_error",
     "32_a_common_direction",
     "33_the_drift_has_a_sign",

@@ -1,0 +1,93 @@
+"""Which head takes off first, on made-up runs, and the exact test of agreement, by enumeration."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lowprec import UserError
+from lowprec.runs import Explosion
+from lowprec.studies.heads import (
+    agreement,
+    end_of,
+    norms,
+    over_healthy,
+    rank_correlations,
+    sums,
+    take_offs,
+)
+
+STEPS = range(49, 1500, 50)
+
+
+def made_up(onset=None, **growing):
+    """A run of one layer and three heads with σ = 4; head hN doubles from a step on."""
+    rows = []
+    for step in STEPS:
+        for head in range(3):
+            start, rate = growing.get(f"h{head}", (np.inf, 1))
+            sigma = 4 * rate ** max(0, (step - start) / 100)
+            rows.append((step, 1, head, sigma, 3.0, head - 1.0, 2.0, head, 10))
+    columns = ["step", "layer", "head", "sigma_q", "sigma_k", "delta_bias", "delta_abs",
+               "tied_rows", "rows"]  # fmt: skip
+    return SimpleNamespace(
+        name="made-up",
+        probes=pd.DataFrame(rows, columns=columns),
+        metrics=range(1500),
+        explosion=Explosion(onset, True) if onset else None,
+        info={"config": {"probe_every": 50}},
+    )
+
+
+def test_heads_in_the_order_in_which_they_take_off():
+    found = take_offs(made_up(h2=(799, 3), h0=(999, 3)))
+    assert found.to_numpy().tolist() == [[1, 2, 899], [1, 0, 1099]]
+    faster = take_offs(made_up(h0=(799, 3), h2=(799, 4)))
+    assert faster["head"].tolist() == [2, 0] and faster.step.nunique() == 1
+    assert take_offs(made_up()).empty
+
+
+def test_what_is_early_or_after_the_onset_does_not_count():
+    assert take_offs(made_up(h0=(99, 1.9), h1=(1299, 3), onset=1350)).empty
+    assert take_offs(made_up(h1=(299, 3)), settled=600).step.tolist() == [649]
+    assert end_of(made_up(onset=1350)) == 1350 and end_of(made_up()) == 1500
+    assert norms(made_up(onset=1350)).index[-1] == 1349
+
+
+def test_a_lag_between_probes_is_refused():
+    with pytest.raises(UserError, match="lag=70 must be a multiple of 50"):
+        take_offs(made_up(), lag=70)
+
+
+def test_over_the_healthy_run_at_the_last_common_probe():
+    ratio = over_healthy(made_up(h1=(899, 2), onset=1100), made_up())
+    assert ratio.name == 1099 and ratio.idxmax() == (1, 1)
+    assert ratio[1, 1] == pytest.approx(4) and ratio[1, 0] == 1
+
+
+def test_sums_leave_the_first_step_out():
+    table = sums(made_up(), 99, 199)
+    assert table.loc[(1, 2)].tolist() == [2, 4, 4, 20] and table.delta_bias[1, 0] == -2
+    with pytest.raises(UserError, match="no probe"):
+        sums(made_up(), 100, 120)
+
+
+def test_agreement_against_every_way_to_draw():
+    ours, theirs = {0: 2, 1: 0, 5: 1}, {0: [2, 2, 1], 1: [0], 5: []}
+    hits, pairs, p = agreement(ours, theirs, count=3)
+    assert (hits, pairs) == (3, 4)
+    drawn = [
+        sum(theirs[seed].count(head) for seed, head in zip(theirs, heads, strict=True))
+        for heads in itertools.product(range(3), repeat=3)
+    ]
+    assert p == pytest.approx(np.mean(np.array(drawn) >= hits))
+    assert agreement({0: 1}, {0: [2]}, count=3)[2] == 1
+
+
+def test_correlations_are_between_arms_only():
+    up, down = pd.Series([1, 2, 3]), pd.Series([30, 20, 10])
+    table = rank_correlations({("a", 0): up, ("a", 1): down, ("b", 0): up * 7})
+    assert len(table) == 2 and set(table.arm) == {"a"} and set(table["other arm"]) == {"b"}
+    assert dict(zip(table.seed, table.correlation, strict=True)) == {0: 1, 1: -1}
