@@ -22,8 +22,8 @@ BOOK = ROOT / "book"
 REGISTRY = claims.load(BOOK / "claims.yml")
 THREATS = (BOOK / "threats.md").read_text()
 PAGES = ("how_to_read", "threats", "shelf")
-CAMPAIGNS = ("mini", "explosion", "calibration", "origin", "production", "drift", "layers")
-WAITING = ("paper", "sites", "gpt2", "remedies", "rivals")
+CAMPAIGNS = ("mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2")
+WAITING = ("paper", "sites", "remedies", "rivals")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 ON_RUNS = (
     "11_the_explosion",
@@ -31,6 +31,7 @@ ON_RUNS = (
     "22_one_layer",
     "23_delta_carries_it",
     "24_which_heads",
+    "25_a_larger_model",
     "31_the_gradient_error",
     "32_a_common_direction",
     "33_the_drift_has_a_sign",
@@ -208,12 +209,18 @@ def test_sizes(recorded):
     for name, table in recorded.items():
         for config in (run.info["config"] for run in table.run):
             assert config["batch_size"] * config["block_size"] == 32768, MEND
-            assert config["n_layer"] == (12 if name == "explosion" else 6), MEND
+            assert config["n_layer"] == (12 if name in ("explosion", "gpt2") else 6), MEND
     for name in ("mini", "origin", "production", "drift", "layers"):
         assert {run.info["config"]["lr"] for run in recorded[name].run} == {4e-3}, MEND
     large = recorded["explosion"].run.iloc[0].info["config"]
     assert (large["n_embd"], large["block_size"]) == (768, 1024), MEND
-    assert set(recorded["explosion"].groupby("arm").seed.nunique()) == {2, 3}, MEND
+    for name in ("explosion", "gpt2"):
+        assert set(recorded[name].groupby("arm").seed.nunique()) == {2, 3}, MEND
+    larger = recorded["gpt2"]
+    failing = larger[larger.arm.isin(["low", "fa2"])]
+    assert {run.info["config"]["lr"] for run in failing.run} == {3e-3}, MEND
+    assert (failing.exploded.sum(), len(failing)) == (4, 6), MEND
+    assert not larger.exploded[~larger.index.isin(failing.index)].any(), MEND
 
 
 def test_a_higher_rate_is_not_always_sooner(recorded):
@@ -241,6 +248,9 @@ def test_the_variant_keeps_learning_and_survivors_are_not_healthy(recorded):
         if run.explosion is None or not run.explosion.confirmed
     ]
     assert survivors and all(excess(run).max() > 0.1 for run in survivors), MEND
+    higher = [r for r in chosen(recorded, "gpt2", "low", "fa2") if r.explosion is None]
+    assert [r.info["arm"] for r in higher] == ["fa2", "low"], MEND
+    assert all(excess(run).max() < 0.1 for run in higher), MEND
 
 
 def test_explosions_do_not_need_a_second_pass(recorded):
@@ -361,6 +371,7 @@ def test_windows_and_captures_are_of_three_seeds_and_six_layers(windows, capture
     healthy = {name.replace("-seed", "-healthy-seed") for name in WINDOWS}
     assert set(windows) == {*WINDOWS} | healthy and len(captures) == 7, MEND
     assert {run.info["config"]["n_layer"] for run in windows.values()} == {6}, MEND
+    assert len(list((ROOT / "data/captures/gpt2").glob("*.safetensors"))) == 3, MEND
     assert {len(c.sequences) for c in captures.values()} == {1}, MEND
 
 
