@@ -23,7 +23,7 @@ REGISTRY = claims.load(BOOK / "claims.yml")
 THREATS = (BOOK / "threats.md").read_text()
 PAGES = ("how_to_read", "threats", "shelf")
 CAMPAIGNS = ("mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2")
-WAITING = ("paper", "sites", "remedies", "rivals")
+WAITING = ("paper", "sites", "remedies", "rivals", "specimens")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 ON_RUNS = (
     "11_the_explosion",
