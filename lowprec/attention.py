@@ -91,7 +91,6 @@ def _eager(q, k, v, do, policy, causal, scale, tile, impl, seed):
     return t
 
 
-@torch.compiler.assume_constant_result
 def _plan(policy: str, tile, impl: str, device: str, probe_shape, heads: int) -> tuple[str, str]:
     """(canonical policy, implementation), checked; a constant for torch.compile, which would
     otherwise cut its graph here."""
@@ -107,6 +106,10 @@ def _plan(policy: str, tile, impl: str, device: str, probe_shape, heads: int) ->
     if impl == "triton":
         _triton().check_supported(p, tile)
     return str(p), impl
+
+
+# torch.compiler.assume_constant_result, which would load the compiler with every page.
+_plan._dynamo_marked_constant = True
 
 
 def resolve_impl(impl: str, device) -> str:

@@ -325,6 +325,9 @@ def parse_value(text: str):
 
 def main(argv: list[str]) -> None:
     """Execute one notebook into a page."""
+    # jsonschema would build a grammar of web addresses from it, which takes longer than all other
+    # imports of papermill together; the format of notebooks has no such field.
+    sys.modules.setdefault("rfc3987_syntax", None)
     from papermill.exceptions import PapermillExecutionError
 
     from lowprec.claims import Result

@@ -26,6 +26,7 @@ SITE = ROOT / "book" / "_build" / "html"
 FILES = [p.relative_to(SITE) for p in SITE.rglob("*.html")]
 PAGES = sorted(p.as_posix() for p in FILES if p.parts[0] != "_static")
 CONTENT = [p for p in PAGES if p not in ("index.html", "genindex.html", "search.html")]
+NOTEBOOKS = sorted(p.stem for p in (ROOT / "book" / "executed").glob("*.ipynb"))
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -64,14 +65,22 @@ def browser():
         yield playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
 
 
-@pytest.fixture
-def visit(base, browser):
-    """Opens a page and waits for it; afterwards asserts that nothing went wrong on the way."""
-    wrong, contexts = [], []
+@pytest.fixture(scope="module")
+def tab(base, browser, request):
+    """A page, opened and waited for; afterwards asserts that nothing went wrong on the way.
 
-    def open_page(page, viewport=DESK, theme="light"):
-        context = browser.new_context(viewport=viewport, color_scheme=theme, accept_downloads=True)
-        contexts.append(context)
+    Of the module, so that tests that look at one page in the same way follow each other and load
+    it once.
+    """
+    page, viewport, theme = request.param
+    wrong = []
+
+    def block(route):
+        wrong.append(f"asks for {route.request.url}")
+        route.abort()
+
+    size = dict(phone=PHONE, desk=DESK)[viewport]
+    with browser.new_context(viewport=size, color_scheme=theme, accept_downloads=True) as context:
         context.add_init_script(
             f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')"
         )
@@ -83,16 +92,16 @@ def visit(base, browser):
         if tab.evaluate("window.MathJax !== undefined"):
             tab.wait_for_function("MathJax.startup !== undefined")
             tab.evaluate("MathJax.startup.promise")
-        return tab
-
-    def block(route):
-        wrong.append(f"asks for {route.request.url}")
-        route.abort()
-
-    yield open_page
-    for context in contexts:
-        context.close()
+        yield tab
     assert not wrong, "\n".join(wrong)
+
+
+def look_at(pages, viewport="desk", theme="light"):
+    """Runs a test once a page, with the page open in `tab`."""
+    return pytest.mark.parametrize(
+        "tab", [pytest.param((p, viewport, theme), id=f"{p}-{viewport}-{theme}") for p in pages],
+        indirect=True,
+    )  # fmt: skip
 
 
 def width_beyond(tab):
@@ -107,18 +116,17 @@ def test_the_front_door_leads_to_the_first_page(base, browser):
         tab.wait_for_url(base + "intro.html")
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p != "index.html"])
-def test_page_loads_with_the_network_closed(visit, page):
-    tab = visit(page)
-    has_equations = bool(re.search(r'class="math ', (SITE / page).read_text()))
+@look_at([p for p in PAGES if p != "index.html"])
+def test_page_loads_with_the_network_closed(tab):
+    source = SITE / urlparse(tab.url).path[1:]
+    has_equations = bool(re.search(r'class="math ', source.read_text()))
     assert (tab.locator("mjx-container").count() > 0) == has_equations
     assert tab.locator("mjx-merror").count() == 0
     assert width_beyond(tab) <= 0
 
 
-@pytest.mark.parametrize("page", CONTENT)
-def test_page_fits_a_phone(visit, page):
-    tab = visit(page, PHONE)
+@look_at(CONTENT, "phone")
+def test_page_fits_a_phone(tab):
     assert width_beyond(tab) <= 0
     for frame in tab.locator(".lowprec-scroll").all():
         image, drawn, outer = frame.evaluate(
@@ -158,10 +166,11 @@ def contrasts(elements, ink="color"):
     return found
 
 
-@pytest.mark.parametrize("page", [p for p in CONTENT if "lowprec-figure" in (SITE / p).read_text()])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_figures_are_seen_in_both_themes(visit, page, theme):
-    tab = visit(page, theme=theme)
+ILLUSTRATED = [p for p in CONTENT if "lowprec-figure" in (SITE / p).read_text()]
+
+
+@look_at(ILLUSTRATED)
+def test_figures_are_seen(tab, dark=False):
     figures = tab.locator("figure.lowprec-figure")
     assert figures.count() > 0
     for figure in figures.all():
@@ -171,24 +180,24 @@ def test_figures_are_seen_in_both_themes(visit, page, theme):
         assert box["width"] > 300 and box["height"] > 100
         [(ratio, paper)] = contrasts(figure.locator("figcaption"))
         assert ratio >= 4.5
-        assert (paper < 0.1) == (theme == "dark"), "the figure has the page's own background"
+        assert (paper < 0.1) == dark, "the figure has the page's own background"
         letters = contrasts(image.locator("g[id*=text_] use"), "fill")
         assert letters and min(ratio for ratio, _ in letters) >= 3
 
 
-def executed_pages():
-    folder = ROOT / "book" / "executed"
-    return {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("*.ipynb"))}
+@look_at(ILLUSTRATED, theme="dark")
+def test_figures_are_seen_in_the_dark(tab):
+    test_figures_are_seen(tab, dark=True)
 
 
-@pytest.mark.parametrize("name", executed_pages())
-def test_a_notebook_page_offers_its_sources_and_the_data_of_its_figures(visit, name):
-    tab = visit(f"executed/{name}.html")
+@look_at([f"executed/{name}.html" for name in NOTEBOOKS])
+def test_a_notebook_page_offers_its_sources_and_the_data_of_its_figures(tab):
+    name = Path(urlparse(tab.url).path).stem
     source = ROOT / "notebooks" / f"{name}.ipynb"
     assert download(tab, "the notebook") == (f"{name}.ipynb", source.read_bytes())
     executed = ROOT / "book" / "executed" / f"{name}.ipynb"
     assert download(tab, "this page, executed")[1] == executed.read_bytes()
-    outputs = [o for c in executed_pages()[name]["cells"] for o in c.get("outputs", [])]
+    outputs = [o for c in json.loads(executed.read_text())["cells"] for o in c.get("outputs", [])]
     names = [o["data"][FIGURE_MIME]["name"] for o in outputs if FIGURE_MIME in o.get("data", {})]
     for figure in names:
         assert tab.locator(f"#figure-{figure}").count() == 1
@@ -204,14 +213,14 @@ def download(tab, label):
     return got.value.suggested_filename, Path(got.value.path()).read_bytes()
 
 
-@pytest.mark.parametrize("name", executed_pages())
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_page_says_how_to_rerun_it(name):
     text = html.unescape(re.sub(r"<[^>]+>", "", (SITE / f"executed/{name}.html").read_text()))
     assert f"papermill notebooks/{name}.ipynb out.ipynb -f notebooks/profiles/recorded.yaml" in text
 
 
-def test_search_finds_a_word(visit):
-    tab = visit("search.html?q=roundoff")
+@look_at(["search.html?q=roundoff"])
+def test_search_finds_a_word(tab):
     tab.wait_for_selector("#search-results li a")
     found = tab.locator("#search-results li a").evaluate_all("links => links.map(a => a.href)")
     assert any("glossary.html" in link for link in found)

@@ -223,7 +223,7 @@ def server():
     """Starts processes in which everything is imported; it has no threads, so its forks work."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["lowprec.train", "lowprec.capture", "pyarrow.parquet", "pytest"]
+        ["lowprec.train", "lowprec.capture", "torch._inductor.config", "pyarrow.dataset", "pytest"]
     )
     return context
 
@@ -497,18 +497,6 @@ arms:
   low: {policy: LOW, seeds: [0]}
   bad: {policy: LOW, lr: -1.0, seeds: [0]}
 """
-
-
-def test_a_campaign_runs_what_is_missing_and_survives_a_failed_arm(tmp_path):
-    file = tmp_path / "campaign.yaml"
-    file.write_text(CAMPAIGN)
-    result = campaign.run_campaign(file)
-    assert result["low-seed0"].startswith("done") and "failed" in result["bad-seed0"]
-    assert "learning rate" in (tmp_path / ".logs" / "bad-seed0.txt").read_text()
-    again = campaign.run_campaign(file)
-    assert again["low-seed0"] == "recorded before" and "failed" in again["bad-seed0"]
-    table = runs.load_runs(tmp_path)
-    assert list(table.name) == ["low-seed0"] and table.arm[0] == "low"
 
 
 def test_a_campaign_without_tokens_starts_nothing(tmp_path):
