@@ -371,7 +371,7 @@ def test_windows_and_captures_are_of_three_seeds_and_six_layers(windows, capture
     healthy = {name.replace("-seed", "-healthy-seed") for name in WINDOWS}
     assert set(windows) == {*WINDOWS} | healthy and len(captures) == 7, MEND
     assert {run.info["config"]["n_layer"] for run in windows.values()} == {6}, MEND
-    assert len(list((ROOT / "data/captures/gpt2").glob("*.safetensors"))) == 3, MEND
+    assert not list((ROOT / "data/captures/gpt2").glob("*.safetensors")), MEND
     assert {len(c.sequences) for c in captures.values()} == {1}, MEND
 
 
