@@ -353,12 +353,13 @@ def weights_sha256(weights: dict) -> str:
 
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
-    """Parquet, two thirds of its usual size: the bytes of measured floats are packed by place."""
-    floats = [name for name in table if table[name].dtype.kind == "f"]
+    """Parquet, half its usual size: measured floats are packed by place of the byte, steps as
+    differences."""
+    packed = {name: "BYTE_STREAM_SPLIT" for name in table if table[name].dtype.kind == "f"}
+    packed |= {"step": "DELTA_BINARY_PACKED"} if "step" in table else {}
     data = io.BytesIO()
     table.to_parquet(
         data, index=False, compression="zstd", compression_level=9,
-        use_dictionary=[name for name in table if name not in floats],
-        column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+        use_dictionary=[name for name in table if name not in packed], column_encoding=packed,
     )  # fmt: skip
     runs.write_atomic(path, lambda file: file.write(data.getvalue()))
