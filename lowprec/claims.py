@@ -7,7 +7,8 @@ file records the verdict of the `recorded` profile, and a measurement that disag
 the build: a refuted claim is a result, a verdict that changes unseen is not.
 
     not run         the profile cannot measure it, or its runs are not recorded yet
-    inconclusive    fewer observations than the claim needs, or an interval that holds the threshold
+    inconclusive    fewer observations than the claim needs, be it none once all runs are there, or
+                    an interval that holds the threshold
     supported       the metric satisfies the operator and the threshold
     refuted         it does not
 """
@@ -85,10 +86,13 @@ class Claim:
         """Whether the rule asks for one fractional number, which is then shown in full."""
         return self.operator == "==" and not float(self.threshold).is_integer()
 
-    def verdict_on(self, value, n: int, interval=None, profile: str = "recorded") -> str:
+    def verdict_on(self, value, n: int, interval=None, profile: str = "recorded",
+                   complete: bool = False) -> str:  # fmt: skip
         """The verdict that the rule gives for a measured value; see the module's docstring."""
-        if profile not in self.profile or value is None or n == 0:
+        if profile not in self.profile:
             return "not run"
+        if value is None or n == 0:
+            return "inconclusive" if complete else "not run"
         if not math.isfinite(value):
             raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
         if n < self.n:
@@ -114,6 +118,8 @@ class Result:
     @property
     def text(self) -> str:
         """The measured value for prose, with its interval."""
+        if self.value is None:
+            return "nothing to measure"
         text = number(self.value)
         if self.interval is not None:
             text += f" [{number(self.interval[0])}, {number(self.interval[1])}]"
@@ -129,6 +135,8 @@ class Result:
                 return f"not yet, {self.n} of {c.n} recorded" if self.n else "not recorded yet"
             return f"needs profile {' or '.join(c.profile)}"
         need = f", {c.n} needed" if self.n < c.n else ""
+        if self.value is None:
+            return f"nothing to measure once all is recorded, n = {self.n:,}{need}"
         value = number(self.value, exact=True) if c.is_exact else self.text
         return f"{c.metric} {value}, n = {self.n:,}{need}"
 
@@ -217,12 +225,14 @@ def parse(entry: dict) -> Claim:
 
 
 def check(id: str, value, n: int, interval=None, profile: str = "recorded", note: str | None = None,
-          path: Path | None = None) -> Result:  # fmt: skip
+          path: Path | None = None, complete: bool = False) -> Result:  # fmt: skip
     """Judge a claim of claims.yml by its measured value.
 
     value: the claim's metric (a number or a bool), None while what it needs is not recorded. n:
     observations behind it. interval: (low, high) of the value, inconclusive when the threshold lies
-    inside. note: a sentence shown below.
+    inside. note: a sentence shown below. complete: every run that the claim asks for is recorded;
+    one that finds nothing to measure in them, such as a share of the exploded runs where none has
+    exploded, is then inconclusive and no longer not run.
     Raises `UserError` for an unknown id and for a value that is not finite. A reader who changes a
     parameter may well get another verdict than the recorded one; a page of the book may not, and
     `lowprec.notebook.execute` sees to that with `compare`.
@@ -232,7 +242,7 @@ def check(id: str, value, n: int, interval=None, profile: str = "recorded", note
         close = difflib.get_close_matches(id, claims, n=1)
         raise UserError(f"there is no claim {id!r}" + (f": did you mean {close[0]!r}?" if close else
                                                        " in book/claims.yml"))  # fmt: skip
-    return _result(claims[id], value, n, interval, profile, note, registered=True)
+    return _result(claims[id], value, n, interval, profile, note, True, complete)
 
 
 def compare(records: list[dict], path: Path | None = None) -> None:
@@ -254,15 +264,15 @@ def judge(hypothesis: dict, value, n: int, interval=None, profile: str = "record
     hypothesis: the keys of a claim; id, notebook and verdict may be left out.
     """
     claim = parse({"id": "hypothesis", "notebook": "", "profile": PROFILES, **hypothesis})
-    return _result(claim, value, n, interval, profile, note, registered=False)
+    return _result(claim, value, n, interval, profile, note, False)
 
 
-def _result(claim, value, n, interval, profile, note, registered) -> Result:
+def _result(claim, value, n, interval, profile, note, registered, complete=False) -> Result:
     value = value.item() if hasattr(value, "item") else value
     if interval is not None:
         interval = float(interval[0]), float(interval[1])
-    verdict = claim.verdict_on(value, int(n), interval, profile)
-    if verdict == "not run":
+    verdict = claim.verdict_on(value, int(n), interval, profile, complete)
+    if verdict == "not run" or not n:
         value = interval = None
     return Result(claim, verdict, value, int(n), interval, profile, note, registered)
 

@@ -83,6 +83,19 @@ def test_a_claim_whose_runs_are_to_come_has_no_verdict(registry, n, words):
     assert claims.Result.from_dict(result.as_dict()) == result
 
 
+def test_with_all_recorded_and_nothing_to_measure_a_claim_is_inconclusive(registry):
+    path = registry(ENTRY)
+    for value in (None, math.nan):
+        result = claims.check("bias", value, 0, path=path, complete=True)
+        assert (result.verdict, result.value) == ("inconclusive", None)
+        assert "nothing to measure once all is recorded, n = 0, 8 needed" in result.markdown()
+        assert claims.Result.from_dict(result.as_dict()) == result
+    assert claims.check("bias", None, 0, profile="smoke", path=path, complete=True).verdict == (
+        "not run"
+    )
+    assert claims.check("bias", -1, 8, path=path, complete=True).verdict == "supported"
+
+
 def test_a_verdict_other_than_the_recorded_one_stops_the_build(registry):
     path = registry(ENTRY)
     assert claims.check("bias", -1, 8, path=path).verdict == "supported"
