@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import threading
-from functools import partial
+from functools import cache, partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,6 +34,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --disable-background-networking "
     "--disable-component-update --disable-sync --no-first-run"
 ).split()
+FLAGS.append("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")  # the network is closed
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
@@ -66,7 +67,24 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def tab(base, browser, request):
+def window(browser):
+    """Gives the tab of a size and a theme, kept from page to page: a new one takes longer to open
+    than a page, and caches nothing yet."""
+
+    @cache
+    def window(viewport, theme):
+        size = dict(phone=PHONE, desk=DESK)[viewport]
+        context = browser.new_context(viewport=size, color_scheme=theme, accept_downloads=True)
+        context.add_init_script(
+            f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')"
+        )
+        return context.new_page()
+
+    return window
+
+
+@pytest.fixture(scope="module")
+def tab(base, window, request):
     """A page, opened and waited for; afterwards asserts that nothing went wrong on the way.
 
     Of the module, so that tests that look at one page in the same way follow each other and load
@@ -75,24 +93,25 @@ def tab(base, browser, request):
     page, viewport, theme = request.param
     wrong = []
 
-    def block(route):
-        wrong.append(f"asks for {route.request.url}")
-        route.abort()
+    def asks(request):
+        if not request.url.startswith((base, "data:", "blob:")):
+            wrong.append(f"{page} asks for {request.url}")
 
-    size = dict(phone=PHONE, desk=DESK)[viewport]
-    with browser.new_context(viewport=size, color_scheme=theme, accept_downloads=True) as context:
-        context.add_init_script(
-            f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')"
-        )
-        context.route(lambda url: not url.startswith((base, "data:", "blob:")), block)
-        tab = context.new_page()
-        tab.on("console", lambda m: m.type == "error" and wrong.append(f"{page}: {m.text}"))
-        tab.on("pageerror", lambda error: wrong.append(f"{page}: {error}"))
-        tab.goto(base + page, wait_until="load")
-        if tab.evaluate("window.MathJax !== undefined"):
-            tab.wait_for_function("MathJax.startup !== undefined")
-            tab.evaluate("MathJax.startup.promise")
-        yield tab
+    listeners = {
+        "request": asks,
+        "console": lambda m: m.type == "error" and wrong.append(f"{page}: {m.text}"),
+        "pageerror": lambda error: wrong.append(f"{page}: {error}"),
+    }
+    tab = window(viewport, theme)
+    for event, listener in listeners.items():
+        tab.on(event, listener)
+    tab.goto(base + page, wait_until="load")
+    if tab.evaluate("window.MathJax !== undefined"):
+        tab.wait_for_function("MathJax.startup !== undefined")
+        tab.evaluate("MathJax.startup.promise")
+    yield tab
+    for event, listener in listeners.items():
+        tab.remove_listener(event, listener)
     assert not wrong, "\n".join(wrong)
 
 
