@@ -613,19 +613,20 @@ def test_replay_and_training_of_low_agree_and_of_fa2_need_not(recorded, captures
 
 
 def test_a_replay_that_draws_anew_says_little(captures, larger):
-    def left(c, **change):
-        """What three draws of a random rounding leave of the gradient's error."""
+    def left(c, count=3, **change):
+        """What draws of a random rounding leave of the gradient's error."""
         exact = rivals.exact_gradient(c)
         before = rivals.gradient_error(c, retrace(c, delta_from="o"), exact)
-        draws = [retrace(c, seed, **change) for seed in range(3)]
+        draws = [retrace(c, seed, **change) for seed in range(count)]
         return np.array([rivals.gradient_error(c, t, exact) for t in draws]) / before
 
     failing = {stem: c for stem, c in (captures | larger).items() if "healthy" not in stem}
     redrawn = {stem: left(c, delta_from="o_redrawn") for stem, c in failing.items()}
     control = [np.sqrt(np.mean(np.square(errors))) for errors in redrawn.values()]
     assert len(control) == 6 and 0.13 < min(control) < 0.16 and 3 < max(control) < 3.5, MEND
-    low = "low-seed0-800"
-    assert redrawn[low].max() < left(failing[low], delta_from="o_fp32").min(), MEND
+    low = failing["low-seed0-800"]
+    less = left(low, 12, delta_from="o_redrawn") < left(low, 1, delta_from="o_fp32")
+    assert less.sum() == 9 and "nine of twelve draws leave less" in THREATS, MEND
     for stem in (stem for stem in failing if stem.startswith("fa2")):
         fair = left(failing[stem], delta_from="o", o="bf16:stochastic")
         assert max(fair.min(), redrawn[stem].min()) < min(fair.max(), redrawn[stem].max()), MEND
