@@ -103,19 +103,24 @@ def label_ends(ax, labels: dict | None = None, gap: float = 0.055) -> None:
         ax.text(1.01, previous, label, color=tint, transform=ax.transAxes, va="center")
 
 
+def ink_on(colour) -> str:
+    """Black or white, whichever reads better on an (r, g, b, ...): at least 4.5:1, in both themes,
+    for text inside an area that keeps its colour. Such a text needs a gid of its own."""
+    dark = "#010101"  # pure black is no colour in the SVG, which then takes the page's
+    return "#ffffff" if luminance(colour[:3]) < 0.18 else dark
+
+
 def label_cells(ax, cells, values, text, fontsize=9) -> None:
-    """Write text(value) into each cell of a heat map, in black or white, whichever reads better on
-    the cell's colour: at least 4.5:1, in both themes, since cells keep their colour.
+    """Write text(value) into each cell of a heat map, in `ink_on` the cell's colour.
 
     cells: what `imshow` or `pcolormesh` returned; values: (rows, columns), as it shows them.
     """
     offset = 0.5 if isinstance(cells, QuadMesh) else 0.0
     panel = ax.figure.axes.index(ax)
-    dark = "#010101"  # pure black is no colour in the SVG, which then takes the page's
     for (row, column), value in np.ndenumerate(np.asarray(values)):
-        tint = "#ffffff" if luminance(cells.to_rgba(value)[:3]) < 0.18 else dark
+        ink = ink_on(cells.to_rgba(value))
         ax.text(
-            column + offset, row + offset, text(value), color=tint, fontsize=fontsize,
+            column + offset, row + offset, text(value), color=ink, fontsize=fontsize,
             ha="center", va="center", gid=f"cell_{panel}_{row}_{column}",
         )  # fmt: skip
 
