@@ -109,7 +109,8 @@ class Run:
 
     @cached_property
     def onset(self) -> pd.DataFrame:
-        """Probes of each step around the explosion; only runs with a rise have them."""
+        """Probes of each step around the explosion; only runs with a rise have them, and not all
+        recorded ones keep them (data/README.md)."""
         return self._table("onset", ONSET)
 
     def _table(self, name: str, columns) -> pd.DataFrame:
