@@ -208,7 +208,8 @@ def test_a_short_training(kind):
     for implementation in ("lowprec", "sdpa"):
         model, path = hub_model(kind), []
         model.set_attn_implementation(implementation)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        # at three times this rate the loss of gpt2 jumps, and where it lands is up to the last bits
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(30):
             tokens = data.batch(smoke, step, 0, 4, 64)[0] % 512
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -220,7 +221,7 @@ def test_a_short_training(kind):
         losses[implementation] = path
     ours, stock = losses.values()
     assert ours[0] - ours[-1] > 1
-    assert ours != stock and abs(ours[-1] - stock[-1]) < 0.05
+    assert ours != stock and max(abs(a - b) for a, b in zip(ours, stock, strict=True)) < 0.01
 
 
 def test_generation_with_a_cache(model):
