@@ -62,15 +62,16 @@ def test_the_error_of_delta_is_of_the_one_used(healthy):
 
 
 @pytest.mark.parametrize(
-    ("exploded", "median", "p", "word"),
+    ("n", "exploded", "median", "p", "word"),
     [
-        (0, float("inf"), 0.001, "not seen in 4"),
-        (4, 6000, 0.2, "no effect seen"),
-        (3, 6000, 0.01, "postpones"),
-        (4, 1500, 0.01, "hastens"),
+        (4, 0, float("inf"), 0.001, "the verdict"),
+        (4, 4, 6000, 0.2, "no effect seen"),
+        (4, 3, 6000, 0.01, "postpones"),
+        (4, 4, 1500, 0.01, "hastens"),
+        (3, 3, 1500, 0.01, "the verdict"),
     ],
 )
-def test_the_word_on_an_arm(exploded, median, p, word):
+def test_the_word_on_an_arm(n, exploded, median, p, word):
     base = pd.Series(dict(n=8, exploded=8, median=3700.0, p_holm=float("nan")))
-    row = dict(exploded=exploded, median=median, p_holm=p, verdict="not seen in 4")
+    row = dict(n=n, exploded=exploded, median=median, p_holm=p, verdict="the verdict")
     assert effect(pd.Series(row), base) == word

@@ -46,12 +46,13 @@ def delta_error(t) -> torch.Tensor:
 
 
 def effect(row, base) -> str:
-    """One word on an arm of training: its verdict if no run exploded, else what became of the time.
+    """One word on an arm of training: what became of the time, or its verdict if no run exploded or
+    it has fewer than four, too few for a test that relies on large numbers.
 
     row, base: of the arm and of what it was compared with, in `lowprec.survival.compare_arms` with
     the log-rank test.
     """
-    if row.exploded == 0:
+    if row.exploded == 0 or row.n < 4:
         return row.verdict
     if row.p_holm >= LEVEL:
         return "no effect seen"
