@@ -9,13 +9,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
 from lowprec.formats import Format
 from lowprec.policy import FA2, PrecisionPolicy
 from lowprec.reference import check_inputs, emulate, oracle
 
-IMPLS = ("auto", "oracle", "emulate", "triton", "sdpa")
+IMPLS = ("auto", "oracle", "emulate", "triton", "sdpa", "sdpa_forward")
+KERNELS = ("triton", "sdpa_forward")
+"""Those whose backward pass is our kernels'."""
 
 PROBE_COLUMNS = ("delta_bias", "delta_abs", "tied_rows")
 """What a probe's gradient holds per head, summed over the batch's rows: sum(delta_o - delta_ref),
@@ -32,7 +35,9 @@ def attention(
     policy: a PrecisionPolicy or its text, e.g. "LOW+delta_from=o_fp32".
     scale: defaults to 1/sqrt(head_dim). tile: keys per rounding block, None for the whole row.
     impl: "auto" is triton on CUDA and emulate elsewhere; "oracle" is float64 and ignores the
-        policy; "sdpa" is PyTorch's own kernel, whose roundings cannot be set (policy must be FA2).
+        policy; "sdpa" is PyTorch's own kernel, whose roundings cannot be set (policy must be FA2);
+        "sdpa_forward" is the output of its flash kernel with our backward pass, so the policy may
+        differ from FA2 in where delta comes from.
     seed: keys random bits of stochastic sites; change it every step.
     probe: (heads, 3) float32 leaf whose *gradient* receives PROBE_COLUMNS: it accumulates over
         micro-batches and is reduced over ranks like any gradient. Costs one FP32 output.
@@ -62,8 +67,8 @@ def trace(
     """
     scale = check_inputs(q, k, v, causal, scale)
     policy, impl = _plan(str(policy), tile, impl, q.device.type, None, q.shape[1])
-    if impl == "sdpa":
-        raise UserError("impl='sdpa' shows no intermediates; use 'triton' or 'emulate'")
+    if impl.startswith("sdpa"):
+        raise UserError(f"impl={impl!r} shows no intermediates; use 'triton' or 'emulate'")
     p = PrecisionPolicy.parse(policy)
     do = None if do is None else do.to(q.dtype)
     if impl != "triton":
@@ -101,9 +106,14 @@ def _plan(policy: str, tile, impl: str, device: str, probe_shape, heads: int) ->
             "impl='sdpa' runs PyTorch's own kernel, whose roundings cannot be set; use "
             "policy=FA2, tile=None and no probe, or impl='triton'"
         )
+    if impl == "sdpa_forward" and (p.replace(delta_from="o") != FA2 or tile is not None):
+        raise UserError(
+            "impl='sdpa_forward' has the output of PyTorch's kernel, whose roundings cannot be "
+            "set; use policy=FA2 with any delta_from and tile=None, or impl='triton'"
+        )
     if probe_shape is not None and probe_shape != (heads, len(PROBE_COLUMNS)):
         raise UserError(f"probe must be ({heads}, {len(PROBE_COLUMNS)}), not {probe_shape}")
-    if impl == "triton":
+    if impl in KERNELS:
         _triton().check_supported(p, tile)
     return str(p), impl
 
@@ -134,9 +144,10 @@ def _wants_shadow(policy: PrecisionPolicy, probe) -> bool:
     return probe is not None or unrounded or policy.delta_bias != 0
 
 
-def _wants_stored(policy: PrecisionPolicy, dtype: torch.dtype) -> bool:
-    """Whether a tensor of that dtype cannot hold o as the policy stores it."""
-    return not policy.o.fmt.within(Format.parse(str(dtype).removeprefix("torch.")))
+def _wants_stored(policy: PrecisionPolicy, dtype: torch.dtype, impl: str) -> bool:
+    """Whether a tensor of that dtype cannot hold o as the policy stores it; PyTorch's o is as q."""
+    as_q = Format.parse(str(dtype).removeprefix("torch."))
+    return impl == "triton" and not policy.o.fmt.within(as_q)
 
 
 @torch.library.custom_op("lowprec::attention", mutates_args=())
@@ -147,12 +158,19 @@ def _attention(
     """(o, o_stored, o_fp32, lse, ties); empty tensors stand for what is not needed."""
     p = PrecisionPolicy.parse(policy)
     none = q.new_empty(0)
-    if impl == "triton":
+    if impl in KERNELS:
         out = _triton().forward(
             q, k, v, p, causal, scale, tile or None, seed,
-            stored=_wants_stored(p, q.dtype), shadow=_wants_shadow(p, probe),
+            stored=_wants_stored(p, q.dtype, impl), shadow=_wants_shadow(p, probe),
             ties=probe is not None,
         )  # fmt: skip
+        if impl == "sdpa_forward":
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                out[0].copy_(
+                    torch.nn.functional.scaled_dot_product_attention(
+                        q, k, v, is_causal=causal, scale=scale
+                    )
+                )
         return tuple(none.clone() if x is None else x for x in out)
     t = _eager(q, k, v, None, p, causal, scale, tile or None, impl, seed)
     # the backward of these two recomputes the forward, so nothing else is kept
@@ -162,11 +180,11 @@ def _attention(
 @_attention.register_fake
 def _(q, k, v, probe, policy, causal, scale, tile, impl, seed):
     p = PrecisionPolicy.parse(policy)
-    if impl != "triton":
+    if impl not in KERNELS:
         return q.new_empty(q.shape), *(q.new_empty(0) for _ in range(4))
     b, h, t, d = q.shape
     o = q.new_empty(b, t, h, d).transpose(1, 2)
-    wanted = (_wants_stored(p, q.dtype), _wants_shadow(p, probe))
+    wanted = (_wants_stored(p, q.dtype, impl), _wants_shadow(p, probe))
     stored, shadow = (
         torch.empty_like(o, dtype=torch.float32) if want else q.new_empty(0) for want in wanted
     )
@@ -183,7 +201,7 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv, probe gradient)."""
     p = PrecisionPolicy.parse(policy)
-    if impl == "triton":
+    if impl in KERNELS:
         dq, dk, dv, *_, sums = _triton().backward(
             do, q, k, v, o, o_fp32, lse, ties, p, causal, scale, tile or None, seed, want_probe
         )
@@ -199,7 +217,7 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _(do, q, k, v, o, o_fp32, lse, ties, want_probe, policy, causal, scale, tile, impl, seed):
-    if impl == "triton":
+    if impl in KERNELS:
         b, h, t, d = q.shape
         grads = (q.new_empty(b, t, h, d).transpose(1, 2) for _ in range(3))
     else:

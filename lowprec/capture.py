@@ -113,7 +113,7 @@ def query_bias(seen) -> torch.Tensor:
 
 def _shown(impl: str) -> str:
     """PyTorch's own kernel shows no intermediates; ours under the same policy stands in."""
-    return "auto" if impl == "sdpa" else impl
+    return "auto" if impl.startswith("sdpa") else impl
 
 
 def suspect(observed: dict[int, SimpleNamespace]) -> tuple[int, int, int]:
@@ -152,8 +152,8 @@ def save(path, observed, model, layer, heads, sequences, info) -> Path:
         raise UserError(f"capture {path} exists and is never overwritten; choose another name")
     c, device = model.config, seen.q.device
     impl = resolve_impl(seen.impl, device)
-    if impl == "sdpa":
-        raise UserError("impl='sdpa' cannot be replayed; capture a run with impl='triton'")
+    if impl.startswith("sdpa"):
+        raise UserError(f"impl={impl!r} cannot be replayed; capture a run with impl='triton'")
     groups = [(policy, group) for policy, group in seen.groups if set(heads) <= set(group)]
     if not heads or not sequences or not groups:
         raise UserError(f"heads {heads} of layer {layer}: name some that share one policy")

@@ -81,7 +81,7 @@ class TrainConfig:
     logit_softcap: float = 0.0
     """c of c tanh(logits / c) on the output logits; 0 is off"""
     impl: str = "auto"
-    """who computes attention: triton, emulate, oracle, sdpa; auto is triton on a GPU"""
+    """who computes attention: triton, emulate, oracle, sdpa, sdpa_forward; auto: triton on GPUs"""
     tile: int | None = None
     """keys of a rounding block; None is the whole row"""
     probe_every: int = 50
@@ -142,8 +142,8 @@ class TrainConfig:
             if self.checkpoint_every:
                 raise UserError("a window is one uninterrupted run; set checkpoint_every=0")
         looks_inside = self.capture_at or self.capture_every or self.window
-        if self.impl == "sdpa" and looks_inside:
-            raise UserError("impl='sdpa' shows no intermediates to capture; take impl='triton'")
+        if self.impl.startswith("sdpa") and looks_inside:
+            raise UserError(f"impl={self.impl!r} shows no intermediates; take impl='triton'")
         if self.amp == "fp16" and looks_inside:
             raise UserError("captures and windows are of BF16 or FP32 runs; set amp=True or False")
 

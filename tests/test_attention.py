@@ -63,17 +63,39 @@ def test_probe_gradient_is_the_sum_over_rows_and_accumulates(impl):
     torch.testing.assert_close(probe.grad, 2 * wanted.float(), rtol=1e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("impl", ["emulate", "triton"])
+def test_the_output_of_pytorch_with_our_backward():
+    pytest.importorskip("triton")
+    q, k, v, do = inputs = family("tied", (1, 2, 80, 64))
+    saved = FA2.replace(delta_from="o_fp32")
+    probe = torch.zeros(2, len(PROBE_COLUMNS), requires_grad=True)
+    half, theirs = run(inputs, FA2, probe, impl="sdpa_forward"), run(inputs, FA2, impl="sdpa")
+    ours, apart = run(inputs, FA2, impl="triton"), run(inputs, saved, impl="sdpa_forward")
+    assert torch.equal(half[0], theirs[0]) and torch.equal(apart[0], theirs[0])
+    assert not torch.equal(theirs[0], ours[0]) and not torch.equal(half[1], ours[1])
+    # the output reaches the gradients through delta alone
+    for got, wanted in zip(apart[1:], run(inputs, saved, impl="triton")[1:], strict=True):
+        assert torch.equal(got, wanted)
+    assert torch.equal(half[3], ours[3])
+    t = emulate(q, k, v, FA2, do=do)
+    eps = (do.float() * (theirs[0].float() - t.o_fp32)).sum(-1)
+    torch.testing.assert_close(probe.grad[:, 0], eps.sum((0, 2)), rtol=1e-2, atol=1e-3)
+    moved = -((do.float() * (theirs[0].float() - t.o)).sum(-1, keepdim=True)) * (t.p @ k.float())
+    moved = moved / t.l[..., None] * q.shape[-1] ** -0.5
+    rest = half[1].float() - ours[1].float() - moved  # ds and dq are rounded to BF16
+    assert rest.norm() < 0.3 * moved.norm()
+
+
+@pytest.mark.parametrize("impl", ["emulate", "triton", "sdpa_forward"])
 def test_operator_is_well_formed(impl):
     """Schema, fake implementation and autograd registration, by PyTorch's own checker."""
-    if impl == "triton":
+    if impl != "emulate":
         pytest.importorskip("triton")
     q, k, v, _ = family("normal", (1, 2, 32, 32))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     probe = torch.zeros(2, 3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.lowprec.attention.default,
-        (*leaves, probe, "LOW", True, 0.2, 0, impl, 0),
+        (*leaves, probe, "FA2", True, 0.2, 0, impl, 0),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
@@ -90,6 +112,7 @@ def test_stochastic_backward_regenerates_the_forward():
     "how,word",
     [
         (dict(policy=LOW, impl="sdpa"), "FA2"),
+        (dict(policy=LOW, impl="sdpa_forward"), "FA2"),
         (dict(policy=LOW, impl="cudnn"), "cudnn"),
         (dict(policy=LOW.replace(x="e4m3fn"), impl="triton"), "x=e4m3fn"),
         (dict(policy=LOW, impl="triton", tile=48), "tile=48"),
