@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import family
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
 from lowprec.attention import PROBE_COLUMNS, attention, resolve_impl
@@ -132,13 +133,25 @@ def test_auto():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", [LOW, LOW.replace(delta_from="o_fp32"), FA2], ids=str)
-def test_compiled_model_gives_the_eager_roundings(policy):
+@pytest.mark.parametrize(
+    "policy, impl",
+    [
+        (LOW, "triton"),
+        (LOW.replace(delta_from="o_fp32"), "triton"),
+        (FA2, "triton"),
+        (FA2, "sdpa_forward"),
+    ],
+    ids=str,
+)
+def test_compiled_model_gives_the_eager_roundings(policy, impl):
     """Under torch.compile the operator stays opaque: equal inputs give bitwise equal outputs."""
     inputs = family("tied", (2, 3, 256, 64), device="cuda")
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v, policy))
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, policy, impl=impl))
     leaves = [t.clone().requires_grad_() for t in inputs[:3]]
     o = compiled(*leaves)
     o.backward(inputs[3])
-    got, eager = (o, *(t.grad for t in leaves)), run(inputs, policy)
+    got, eager = (o, *(t.grad for t in leaves)), run(inputs, policy, impl=impl)
     assert all(torch.equal(a, b) for a, b in zip(got, eager, strict=True))
+    if impl == "sdpa_forward":
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            assert torch.equal(o, run(inputs, FA2, impl="sdpa")[0])
