@@ -96,7 +96,7 @@ def test_operator_is_well_formed(impl):
     probe = torch.zeros(2, 3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.lowprec.attention.default,
-        (*leaves, probe, "FA2", True, 0.2, 0, impl, 0),
+        (*leaves, probe, "FA2" if impl == "sdpa_forward" else "LOW", True, 0.2, 0, impl, 0),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
