@@ -278,7 +278,7 @@ class Specimens:
         self.rolling = sorted(made - asked)  # by a run that is resumed here
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}.safetensors"
+        return self.folder / f"step-{step:06d}.xz"
 
     def before_step(self, step: int, batches):
         c = self.config
