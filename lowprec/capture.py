@@ -6,8 +6,8 @@ everything that is needed to compute them again. `Capture.load(path).replay()` d
 whether the output is reproduced; `replay(policy=...)` is the counterfactual: same inputs, other
 roundings.
 
-A file is safetensors with the header key `format` = "lowprec-capture-1". The other keys hold JSON;
-`sha256` is over them and the tensors (`digest`).
+A file is safetensors in xz, with the header key `format` = "lowprec-capture-1". The other keys hold
+JSON; `sha256` is over them and the tensors (`digest`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import lzma
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 
 from lowprec import UserError, agreement, runs
@@ -32,6 +34,9 @@ from lowprec.probes import dq_error, query_error
 
 FORMAT = "lowprec-capture-1"
 MAX_BYTES = 3_000_000
+"""Before compression."""
+XZ = [dict(id=lzma.FILTER_LZMA2, preset=6, lc=3, lp=1, pb=1)]
+"""xz that knows of 16-bit numbers: lp=1 has statistics for the first byte and for the second."""
 META = (
     "policy", "tile", "scale", "causal", "seed", "impl", "step", "layer", "heads", "sequences",
     "call_heads", "model", "hardware", "versions", "commit",
@@ -200,7 +205,8 @@ def _write(path: Path, content: bytes):
             f"{MAX_BYTES / 1e6:.0f}; take fewer sequences, then fewer heads"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    runs.write_atomic(path, lambda file: file.write(content))
+    packed = lzma.compress(content, filters=XZ)
+    runs.write_atomic(path, lambda file: file.write(packed))
 
 
 @dataclass(frozen=True)
@@ -223,17 +229,18 @@ class Capture:
         """
         path = runs.at_root(path)
         if not path.is_file():
-            names = sorted(p.stem for p in path.parent.glob("*.safetensors"))
+            names = sorted(p.stem for p in path.parent.glob("*.xz"))
             has = f"; that folder has {', '.join(names)}" if names else ""
             raise UserError(f"there is no capture {path}{has}")
         try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                if header.get("format") != FORMAT:
-                    raise UserError(f"{path} is not a capture of the format {FORMAT}")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, OSError, ValueError) as error:
+            content = lzma.decompress(path.read_bytes())
+            tensors = from_bytes(content)
+            end = 8 + int.from_bytes(content[:8], "little")
+            header = json.loads(content[8:end]).get("__metadata__", {})
+        except (lzma.LZMAError, SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{path} is damaged or no capture ({error}); restore it") from None
+        if header.get("format") != FORMAT:
+            raise UserError(f"{path} is not a capture of the format {FORMAT}")
         if header.get("sha256") != digest(tensors, header):
             raise UserError(f"{path} differs from its sha256; restore it from git or record again")
         meta = {n: json.loads(v) for n, v in header.items() if n not in ("format", "sha256")}

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from lowprec import UserError, capture, runs
@@ -276,7 +278,7 @@ class Specimens:
         self.rolling = sorted(made - asked)  # by a run that is resumed here
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}.safetensors"
+        return self.folder / f"step-{step:06d}.xz"
 
     def before_step(self, step: int, batches):
         c = self.config
@@ -354,12 +356,16 @@ def weights_sha256(weights: dict) -> str:
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
     """Parquet, half its usual size: measured floats are packed by place of the byte, steps as
-    differences."""
+    differences, and the footer says nothing beyond the columns and `table.attrs`."""
     packed = {name: "BYTE_STREAM_SPLIT" for name in table if table[name].dtype.kind == "f"}
     packed |= {"step": "DELTA_BINARY_PACKED"} if "step" in table else {}
-    data = io.BytesIO()
-    table.to_parquet(
-        data, index=False, compression="zstd", compression_level=9,
-        use_dictionary=[name for name in table if name not in packed], column_encoding=packed,
-    )  # fmt: skip
+    content, data = pa.Table.from_pandas(table, preserve_index=False), io.BytesIO()
+    with pq.ParquetWriter(
+        data, content.schema, compression="brotli", compression_level=10, column_encoding=packed,
+        use_dictionary=[name for name in table if name not in packed],
+        write_statistics=False, store_schema=False,
+    ) as writer:  # fmt: skip
+        writer.write_table(content)
+        if table.attrs:
+            writer.add_key_value_metadata({"PANDAS_ATTRS": json.dumps(table.attrs)})
     runs.write_atomic(path, lambda file: file.write(data.getvalue()))

@@ -134,7 +134,7 @@ class Run:
         norm = self.metrics.grad_norm.tail(last).median()
         layers = "".join(f", {k}: {v}" for k, v in config.get("layers", {}).items())
         used = f", {info['mfu']:.0%} of the peak rate" if "mfu" in info else ""
-        captures = len(list(self.path.glob("captures/*.safetensors")))
+        captures = len(list(self.path.glob("captures/*.xz")))
         return "\n".join((
             f"{self.path}: {info['ended']} after {info['steps']:,} steps, {info['seconds']:,.0f} s",
             f"  arm        {info['arm']}, seed {self.seed}: {self.policy}{layers}",

@@ -29,7 +29,7 @@ DEVICES = [
 ]
 GRADIENTS = ("dq", "dk", "dv")
 NAMES = ("o", "o_fp32", "lse", "delta", "delta_o", "delta_ref", *GRADIENTS)
-CAPTURES = sorted((Path(__file__).parents[1] / "data/captures").glob("*.safetensors"))
+CAPTURES = sorted((Path(__file__).parents[1] / "data/captures").glob("*.xz"))
 SHARE = 1 / 32
 """Elements that flips may carry beyond FP32 noise."""
 

@@ -71,7 +71,7 @@ def test_a_gpt_goes_the_same_way():
 
 
 def test_a_capture_has_the_numbers_of_its_replay():
-    capture = Capture.load(CAPTURES / "fa2-b-seed4-1580.safetensors")
+    capture = Capture.load(CAPTURES / "fa2-b-seed4-1580.xz")
     row = affected.probe(capture).iloc[0]
     t = capture.replay()
     e = capture.query_error(t)[0]
@@ -102,7 +102,7 @@ def test_a_capture_has_the_numbers_of_its_replay():
     ],
 )
 def test_it_rings_on_failing_captures_only(name, rings):
-    table = affected.probe(CAPTURES / f"{name}.safetensors")
+    table = affected.probe(CAPTURES / f"{name}.xz")
     assert table.alarm.tolist() == [rings]
     assert affected.verdict(table).startswith("ALARM in 1 of 1" if rings else "No alarm")
 

@@ -2,7 +2,7 @@
 the error of W_Q's gradient is the difference that it is said to be."""
 
 import dataclasses
-import io
+import lzma
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +17,7 @@ from lowprec.capture import Capture
 from lowprec.model import GPT, GPTConfig, take_heads
 from lowprec.policy import ALL_FP32, LOW, PrecisionPolicy
 from lowprec.probes import QueryErrorWindow, query_error, sketch_signs, sketched_sum
+from lowprec.recorder import write_table
 
 INFO = dict(step=7, run="low-seed0", config=dict(lr=1e-3), data_sha256="0" * 64)
 T, C, H = 48, 64, 2
@@ -34,7 +35,7 @@ def small(policy="LOW", **changes):
 def saved(tmp_path, policy="LOW", heads=(1,), sequences=(2,), layer=1, amp=True, **changes):
     model, x, y = small(policy, **changes)
     observed = capture.observe(model, x, y, seed=3, amp=amp)
-    path = tmp_path / "a.safetensors"
+    path = tmp_path / "a.xz"
     return capture.save(path, observed, model, layer, heads, sequences, INFO)
 
 
@@ -142,7 +143,7 @@ def test_a_capture_is_reproduced_bitwise_on_its_gpu_and_by_a_cpu(tmp_path, how):
     options = {name: how[name] for name in ("tile", "layers") if name in how}
     model, x, y = small(how["policy"], **options)
     observed = capture.observe(model.cuda(), x.cuda(), y.cuda(), seed=3, amp=how["amp"])
-    path = tmp_path / "a.safetensors"
+    path = tmp_path / "a.xz"
     capture.save(path, observed, model, 1, how["heads"], how["sequences"], INFO)
     file = Capture.load(path)
     assert file.meta["impl"] == "triton" and file.meta["hardware"] != "CPU"
@@ -198,33 +199,40 @@ def test_trace_is_what_attention_and_its_backward_give(impl):
 
 def test_damage_and_foreign_files(tmp_path):
     path = saved(tmp_path)
-    content = path.read_bytes()
-    broken = tmp_path / "broken.safetensors"
+    broken = tmp_path / "broken.xz"
+    packed, content = path.read_bytes(), lzma.decompress(path.read_bytes())
     header = int.from_bytes(content[:8], "little")
-    places = [*range(0, header, 37), *range(header, len(content), 4001), len(content) - 1]
-    for place in places:
-        broken.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(UserError, match="broken"):
-            Capture.load(broken)
-    for length in (0, 4, 100, header, len(content) - 1):
-        broken.write_bytes(content[:length])
-        with pytest.raises(UserError, match="broken"):
-            Capture.load(broken)
-    with pytest.raises(UserError, match="not a capture"):
-        Capture.load(runs.data_root() / "corpora" / "smoke.safetensors")
+    inside = [*range(0, header, 37), *range(header, len(content), 4001), len(content) - 1]
+    outside = [*range(0, len(packed), 4001), *range(len(packed) - 50, len(packed))]
+    for whole, places, pack in (content, inside, lzma.compress), (packed, outside, bytes):
+        for place in places:
+            flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+            broken.write_bytes(pack(flipped))
+            with pytest.raises(UserError, match="broken"):
+                Capture.load(broken)
+        for length in (0, 4, 100, header, len(whole) - 1):
+            broken.write_bytes(pack(whole[:length]))
+            with pytest.raises(UserError, match="broken"):
+                Capture.load(broken)
+    smoke = runs.data_root() / "corpora" / "smoke.safetensors"
+    with pytest.raises(UserError, match="damaged or no capture"):
+        Capture.load(smoke)
+    broken.write_bytes(lzma.compress(smoke.read_bytes(), preset=0))
+    with pytest.raises(UserError, match="not a capture of the format"):
+        Capture.load(broken)
     broken.write_text("a text\n" * 50)
     with pytest.raises(UserError, match="damaged or no capture"):
         Capture.load(broken)
     with pytest.raises(UserError, match="no capture .*; that folder has .*broken"):
-        Capture.load(tmp_path / "nothing.safetensors")
+        Capture.load(tmp_path / "nothing.xz")
     with pytest.raises(UserError, match="no capture [^;]*$"):
-        Capture.load(tmp_path / "nowhere" / "nothing.safetensors")
+        Capture.load(tmp_path / "nowhere" / "nothing.xz")
     Capture.load(path)
 
 
 def test_a_recorded_capture_is_found_from_a_folder_below_and_shown_in_a_line(monkeypatch):
     monkeypatch.chdir(runs.repo_root() / "notebooks" / "profiles")
-    specimen = Capture.load("data/captures/low-c-seed6-1230.safetensors")
+    specimen = Capture.load("data/captures/low-c-seed6-1230.xz")
     where = "step 1230, layer 1, heads [3], sequences [13], LOW"
     assert repr(specimen) == f"Capture(low-c-seed6-1230: {where})"
 
@@ -232,7 +240,7 @@ def test_a_recorded_capture_is_found_from_a_folder_below_and_shown_in_a_line(mon
 def test_what_save_refuses(tmp_path, monkeypatch):
     model, x, y = small(layers={"1/0": "FA2"})
     observed = capture.observe(model, x, y)
-    path = tmp_path / "captures" / "a.safetensors"
+    path = tmp_path / "captures" / "a.xz"
 
     def save(heads=(1,), info=INFO, observed=observed):
         return capture.save(path, observed, model, 1, heads, [0], info)
@@ -268,7 +276,7 @@ def test_one_head_of_gpt2_fits(tmp_path):
         tile=None, impl="auto", seed=0,
     )  # fmt: skip
     path = capture.save(tmp_path / "a", {0: seen}, model, 0, [11], [0], INFO)
-    assert path.stat().st_size < capture.MAX_BYTES
+    assert path.stat().st_size < len(lzma.decompress(path.read_bytes())) < capture.MAX_BYTES
 
 
 def test_the_suspect_is_the_head_with_the_largest_error():
@@ -396,12 +404,15 @@ def test_window_survives_what_is_not_finite():
     assert np.isfinite(result.sum_norm[1, 1]) and result.sum_norm[1, 1] > 0
 
 
-def test_window_fits_parquet():
+def test_window_fits_parquet(tmp_path):
     window = filled(4)
     table = window.to_table()
-    file = io.BytesIO()
-    table.to_parquet(file, index=False, compression="zstd")
-    pd.testing.assert_frame_equal(pd.read_parquet(file), table)
+    table.loc[2, ["delta_bias", "error_norm"]] = np.nan, np.inf
+    write_table(tmp_path / "a.parquet", table)
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "a.parquet"), table, check_exact=True)
+    table.to_parquet(tmp_path / "b.parquet", index=False, compression="zstd")
+    ours, plain = ((tmp_path / f"{name}.parquet").stat().st_size for name in "ab")
+    assert ours < plain / 2, (ours, plain)
     assert (table.filter(like="sketch_").dtypes == np.float16).all()
     assert len(QueryErrorWindow(2, 3, 16, 24).to_table()) == 0
     with pytest.raises(ValueError, match="no update"):

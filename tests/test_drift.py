@@ -61,7 +61,7 @@ def test_top_share():
 
 
 def test_terms_of_a_capture_add_up():
-    capture = Capture.load(data_root() / "captures/fa2-b-seed4-1580.safetensors")
+    capture = Capture.load(data_root() / "captures/fa2-b-seed4-1580.xz")
     eps, terms = output_terms(capture)
     assert terms.shape == (1024, 64)
     assert np.abs(eps - terms.sum(1)).sum() < 1e-3 * np.abs(eps).sum()

@@ -20,7 +20,7 @@ from lowprec.studies.stabilised import retrace
 
 @pytest.fixture(scope="module")
 def healthy():
-    return Capture.load(data_root() / "captures" / "fa2-b-healthy-seed4-1580.safetensors")
+    return Capture.load(data_root() / "captures" / "fa2-b-healthy-seed4-1580.xz")
 
 
 def test_the_gradient_is_the_one_that_autograd_finds(healthy):

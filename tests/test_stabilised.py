@@ -88,7 +88,7 @@ def test_the_rule_acts_on_tied_rows_whose_maximum_is_not_zero():
 
 @pytest.fixture(scope="module")
 def failing():
-    capture = Capture.load(data_root() / "captures" / "low-c-seed6-1230.safetensors")
+    capture = Capture.load(data_root() / "captures" / "low-c-seed6-1230.xz")
     return capture, capture.replay()
 
 

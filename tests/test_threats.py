@@ -180,7 +180,7 @@ def windows():
 
 
 def load_captures(folder):
-    return {path.stem: Capture.load(path) for path in sorted(folder.glob("*.safetensors"))}
+    return {path.stem: Capture.load(path) for path in sorted(folder.glob("*.xz"))}
 
 
 @pytest.fixture(scope="module")

@@ -205,10 +205,10 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     assert [p.name for p in sorted((tmp_path / "b").iterdir())] == [
         "captures", "metrics.parquet", "probes.parquet", "run.json"
     ]  # fmt: skip
-    name = "captures/step-000004.safetensors"
+    name = "captures/step-000004.xz"
     a, b = (Capture.load(tmp_path / run / name).tensors for run in "ab")
     assert all(torch.equal(a[key], b[key]) for key in a)
-    assert list(files(tmp_path / "b/captures")) == ["step-000004.safetensors"]
+    assert list(files(tmp_path / "b/captures")) == ["step-000004.xz"]
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
@@ -345,8 +345,8 @@ def test_captures_and_the_window_leave_the_run_alone(tmp_path):
     run = train(watched, tmp_path / "b")
     assert run.metrics.equals(plain.metrics)
     assert run.info["weights_sha256"] == plain.info["weights_sha256"]
-    assert sorted(files(tmp_path / "b" / "captures")) == ["step-000003.safetensors"]
-    specimen = Capture.load(tmp_path / "b" / "captures" / "step-000003.safetensors")
+    assert sorted(files(tmp_path / "b" / "captures")) == ["step-000003.xz"]
+    specimen = Capture.load(tmp_path / "b" / "captures" / "step-000003.xz")
     assert specimen.step == 3 and list(specimen.heads) == [1] and specimen.replay().reproduced
     errors = pd.read_parquet(tmp_path / "b" / "query_error.parquet")
     assert set(errors.step) == {2, 3, 4, 5} and len(errors) == 4 * 2

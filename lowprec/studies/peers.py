@@ -175,7 +175,7 @@ def measure_ties(program, device, heads=9, seqlen=256, counts=TIES) -> list[dict
 
 def captures() -> dict[str, Capture]:
     """The committed captures by name; all have one head and one sequence."""
-    paths = sorted((runs.data_root() / "captures").glob("*.safetensors"))
+    paths = sorted((runs.data_root() / "captures").glob("*.xz"))
     return {path.stem: Capture.load(path) for path in paths}
 
 
