@@ -284,7 +284,7 @@ def _gpt_loss(model, tokens, policy, attend):
 
 def _load(path: Path, seed: int):
     """A Capture, a GPT or a transformers model, by the kind of path."""
-    if path.suffix == ".xz":
+    if path.suffix in (".xz", ".safetensors"):
         return Capture.load(path)
     return _checkpoint(path) if path.suffix == ".pt" else _transformers(path, seed)
 

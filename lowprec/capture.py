@@ -223,7 +223,7 @@ class Capture:
 
     @classmethod
     def load(cls, path) -> Capture:
-        """Read and check a file; `UserError` where it is missing, damaged or something else.
+        """Read and check a file, in xz or not; `UserError` where it is missing, damaged or foreign.
 
         path: from the working directory, else from the root of the clone.
         """
@@ -233,7 +233,9 @@ class Capture:
             has = f"; that folder has {', '.join(names)}" if names else ""
             raise UserError(f"there is no capture {path}{has}")
         try:
-            content = lzma.decompress(path.read_bytes())
+            content = path.read_bytes()
+            if content.startswith(b"\xfd7zXZ"):
+                content = lzma.decompress(content)
             tensors = from_bytes(content)
             end = 8 + int.from_bytes(content[:8], "little")
             header = json.loads(content[8:end]).get("__metadata__", {})

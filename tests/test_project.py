@@ -128,8 +128,8 @@ def test_tracked_files_stay_small():
         pytest.skip("not a git checkout")
     files = [ROOT / name for name in listed.stdout.split("\0") if name]
     sizes = {path: path.stat().st_size for path in files if path.is_file()}
-    assert sum(sizes.values()) < 60e6
-    assert sum(size for path, size in sizes.items() if path.is_relative_to(ROOT / "data")) < 55e6
+    assert sum(sizes.values()) < 55e6
+    assert sum(size for path, size in sizes.items() if path.is_relative_to(ROOT / "data")) < 50e6
 
 
 @pytest.mark.parametrize("words", [["tarin"], ["claims", "--writ"]])
