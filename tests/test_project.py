@@ -1,5 +1,6 @@
 """The repository keeps its rules: pins agree, notebooks are stripped, make runs what changed."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ import lowprec
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
+PYTHONS = ("3.11", "3.12", "3.13")
 HEADER = ("Question", "Hypothesis", "Prediction", "Refuted if", "Rivals", "Parameters", "Needs")
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -53,6 +57,26 @@ def test_constraints_pin_every_direct_dependency_within_its_range():
         assert requirement.specifier.contains(fixed[name]), f"{requirement} excludes {fixed[name]}"
     assert fixed["torch"] == "2.13.0"
     assert fixed["triton"] == "3.7.1"
+
+
+def test_constraints_pin_what_the_dependencies_pull_in():
+    """On each Python of ours, not on this one alone."""
+    fixed = constraints()
+    linux = dict(sys_platform="linux", platform_system="Linux", platform_machine="x86_64")
+    wanted, seen = [*direct_requirements().values()], set()
+    while wanted:
+        here = wanted.pop()
+        name = canonicalize_name(here.name)
+        assert name in fixed, f"constraints.txt does not pin {name}"
+        with contextlib.suppress(metadata.PackageNotFoundError):  # another Python installs it
+            needs = [Requirement(line) for line in metadata.requires(name) or ()]
+            for need, python, extra in product(needs, PYTHONS, {"", *here.extras}):
+                on = dict(python_version=python, python_full_version=f"{python}.9", extra=extra)
+                cuda = name == "torch" and need.name.startswith(("nvidia", "cuda"))
+                if need not in seen and not cuda:
+                    if need.marker is None or need.marker.evaluate(linux | on):
+                        wanted.append(need)
+                        seen.add(need)
 
 
 def test_environment_yml_has_the_same_pins():
