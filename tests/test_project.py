@@ -98,6 +98,8 @@ def test_every_direct_dependency_says_why():
 def test_licence_version_and_citation_agree():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == lowprec.__version__
+    released = f"## {citation['version']}, {citation['date-released']}\n"
+    assert released in (ROOT / "book" / "changelog.md").read_text()
     assert citation["license"] == project()["license"] == "MIT"
     assert (ROOT / "LICENSE").read_text().startswith("MIT License\n")
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
