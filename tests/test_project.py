@@ -168,6 +168,14 @@ def test_a_mistyped_command_fails(words):
         assert done.stderr == "lowprec: there is no command 'tarin': did you mean train?\n"
 
 
+def test_without_a_gpu_the_tests_that_need_one_stop_at_once():
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", "gpu", "--collect-only"]
+    no_gpu = os.environ | dict(LOWPREC_GPU_TESTS="1", CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, cwd=ROOT, env=no_gpu, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "need an NVIDIA GPU and there is none" in done.stdout + done.stderr
+
+
 # make, in a folder with empty stand-ins for the package, the data and the notebooks
 
 
