@@ -69,8 +69,9 @@ serve: book
 check-book: book
 	$(PY) -m pytest -n auto -m book
 
+# Not beside the pages: the list of links would be published with them.
 check-links: book
-	$(BIN)/jupyter-book build book --all --builder linkcheck -q
+	$(BIN)/jupyter-book build book --path-output build/links --all --builder linkcheck -q
 
 strip: $(VENV)
 	$(BIN)/nbstripout --keep-id notebooks/*.ipynb

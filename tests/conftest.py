@@ -1,4 +1,4 @@
-"""Shared inputs: the families of DESIGN that show different roundings."""
+"""Shared inputs: families that show different roundings."""
 
 import os
 
@@ -10,6 +10,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_configure():
+    if os.environ.get("LOWPREC_GPU_TESTS") and not torch.cuda.is_available():
+        pytest.exit("the tests of the kernels need an NVIDIA GPU and there is none", returncode=2)
 
 
 def family(name, shape=(1, 2, 96, 64), seed=0, dtype=torch.bfloat16, device="cpu"):

@@ -1,5 +1,6 @@
 """The repository keeps its rules: pins agree, notebooks are stripped, make runs what changed."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ import lowprec
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
+PYTHONS = ("3.11", "3.12", "3.13")
 HEADER = ("Question", "Hypothesis", "Prediction", "Refuted if", "Rivals", "Parameters", "Needs")
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -55,6 +59,26 @@ def test_constraints_pin_every_direct_dependency_within_its_range():
     assert fixed["triton"] == "3.7.1"
 
 
+def test_constraints_pin_what_the_dependencies_pull_in():
+    """On each Python of ours, not on this one alone."""
+    fixed = constraints()
+    linux = dict(sys_platform="linux", platform_system="Linux", platform_machine="x86_64")
+    wanted, seen = [*direct_requirements().values()], set()
+    while wanted:
+        here = wanted.pop()
+        name = canonicalize_name(here.name)
+        assert name in fixed, f"constraints.txt does not pin {name}"
+        with contextlib.suppress(metadata.PackageNotFoundError):  # another Python installs it
+            needs = [Requirement(line) for line in metadata.requires(name) or ()]
+            for need, python, extra in product(needs, PYTHONS, {"", *here.extras}):
+                on = dict(python_version=python, python_full_version=f"{python}.9", extra=extra)
+                cuda = name == "torch" and need.name.startswith(("nvidia", "cuda"))
+                if need not in seen and not cuda:
+                    if need.marker is None or need.marker.evaluate(linux | on):
+                        wanted.append(need)
+                        seen.add(need)
+
+
 def test_environment_yml_has_the_same_pins():
     *conda, last = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     conda = [line for line in conda if line != "pip" and not line.startswith("python>")]
@@ -74,6 +98,8 @@ def test_every_direct_dependency_says_why():
 def test_licence_version_and_citation_agree():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == lowprec.__version__
+    released = f"## {citation['version']}, {citation['date-released']}\n"
+    assert released in (ROOT / "book" / "changelog.md").read_text()
     assert citation["license"] == project()["license"] == "MIT"
     assert (ROOT / "LICENSE").read_text().startswith("MIT License\n")
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
@@ -140,6 +166,14 @@ def test_a_mistyped_command_fails(words):
     assert "Traceback" not in done.stderr
     if words == ["tarin"]:
         assert done.stderr == "lowprec: there is no command 'tarin': did you mean train?\n"
+
+
+def test_without_a_gpu_the_tests_that_need_one_stop_at_once():
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", "gpu", "--collect-only"]
+    no_gpu = os.environ | dict(LOWPREC_GPU_TESTS="1", CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, cwd=ROOT, env=no_gpu, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "need an NVIDIA GPU and there is none" in done.stdout + done.stderr
 
 
 # make, in a folder with empty stand-ins for the package, the data and the notebooks

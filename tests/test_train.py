@@ -23,7 +23,7 @@ from lowprec.capture import Capture
 from lowprec.model import GPT, GPTConfig
 from lowprec.probes import spectral_norms
 from lowprec.recorder import Recorder
-from lowprec.train import PRESETS, TrainConfig, learning_rate, train
+from lowprec.train import PRESETS, TrainConfig, learning_rate, processes, train
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=4, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu")  # fmt: skip
@@ -300,6 +300,20 @@ def test_two_processes_train_as_one(tmp_path):
         assert list(run.metrics[name]) == pytest.approx(list(alone.metrics[name]), rel=1e-4)
     assert list(run.probes.delta_abs) == pytest.approx(list(alone.probes.delta_abs), rel=1e-2)
     assert list(run.probes.rows) == list(alone.probes.rows)
+
+
+def test_a_process_of_a_second_node_takes_its_own_gpu(monkeypatch):
+    """Without a GPU: what torchrun's variables are turned into, here for rank 5 of two nodes."""
+    asked = []
+    for name, value in dict(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, TORCHELASTIC_RUN_ID="x").items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: asked.append("end"))
+    with processes(small(batch_size=16, device="auto")) as group:
+        assert (group.device, group.rank, group.size) == ("cuda:1", 5, 8)
+    assert asked == [1, "nccl", "end"]
 
 
 def _fails_during_a_sum(rank, port, folder):
