@@ -16,9 +16,10 @@ from lowprec.formats import Format
 from lowprec.policy import FA2, PrecisionPolicy
 from lowprec.reference import check_inputs, emulate, oracle
 
-IMPLS = ("auto", "oracle", "emulate", "triton", "sdpa", "sdpa_forward")
-KERNELS = ("triton", "sdpa_forward")
-"""Those whose backward pass is our kernels'."""
+HYBRIDS = ("sdpa_forward", "sdpa_backward")
+IMPLS = ("auto", "oracle", "emulate", "triton", "sdpa", *HYBRIDS)
+KERNELS = ("triton", *HYBRIDS)
+"""Those that run our kernels, if only for what PyTorch's do not show."""
 
 PROBE_COLUMNS = ("delta_bias", "delta_abs", "tied_rows")
 """What a probe's gradient holds per head, summed over the batch's rows: sum(delta_o - delta_ref),
@@ -37,7 +38,8 @@ def attention(
     impl: "auto" is triton on CUDA and emulate elsewhere; "oracle" is float64 and ignores the
         policy; "sdpa" is PyTorch's own kernel, whose roundings cannot be set (policy must be FA2);
         "sdpa_forward" is the output of its flash kernel with our backward pass, so the policy may
-        differ from FA2 in where delta comes from.
+        differ from FA2 in where delta comes from; "sdpa_backward" is its flash kernel both ways,
+        and delta_from="o_redrawn" hands its backward our output, rounded at random, for its own.
     seed: keys random bits of stochastic sites; change it every step.
     probe: (heads, 3) float32 leaf whose *gradient* receives PROBE_COLUMNS: it accumulates over
         micro-batches and is reduced over ranks like any gradient. Costs one FP32 output.
@@ -106,10 +108,15 @@ def _plan(policy: str, tile, impl: str, device: str, probe_shape, heads: int) ->
             "impl='sdpa' runs PyTorch's own kernel, whose roundings cannot be set; use "
             "policy=FA2, tile=None and no probe, or impl='triton'"
         )
-    if impl == "sdpa_forward" and (p.replace(delta_from="o") != FA2 or tile is not None):
+    if impl in HYBRIDS and (p.replace(delta_from="o") != FA2 or tile is not None):
         raise UserError(
-            "impl='sdpa_forward' has the output of PyTorch's kernel, whose roundings cannot be "
+            f"impl={impl!r} has the output of PyTorch's kernel, whose roundings cannot be "
             "set; use policy=FA2 with any delta_from and tile=None, or impl='triton'"
+        )
+    if impl == "sdpa_backward" and p.delta_from not in ("o", "o_redrawn"):
+        raise UserError(
+            f"PyTorch's backward forms delta from a BF16 output, not from {p.delta_from}; use "
+            "delta_from=o or o_redrawn, or impl='sdpa_forward'"
         )
     if probe_shape is not None and probe_shape != (heads, len(PROBE_COLUMNS)):
         raise UserError(f"probe must be ({heads}, {len(PROBE_COLUMNS)}), not {probe_shape}")
@@ -164,7 +171,7 @@ def _attention(
             stored=_wants_stored(p, q.dtype, impl), shadow=_wants_shadow(p, probe),
             ties=probe is not None,
         )  # fmt: skip
-        if impl == "sdpa_forward":
+        if impl in HYBRIDS:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 out[0].copy_(
                     torch.nn.functional.scaled_dot_product_attention(
@@ -193,6 +200,18 @@ def _(q, k, v, probe, policy, causal, scale, tile, impl, seed):
     return o, stored, shadow, lse, ties
 
 
+def _flash_backward(do, q, k, v, o, causal, scale):
+    """(dq, dk, dv) of PyTorch's flash kernel, which takes o for its output."""
+    aten, how = torch.ops.aten, (0.0, causal)
+    if not q.is_cuda:
+        lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, *how, scale=scale)[1]
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(do, q, k, v, o, lse, *how, scale=scale)
+    out = aten._scaled_dot_product_flash_attention(q, k, v, *how, False, scale=scale)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    return backward(do, q, k, v, o, *out[1:6], *how, *out[6:8], scale=scale)
+
+
 @torch.library.custom_op("lowprec::attention_backward", mutates_args=())
 def _attention_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
@@ -205,6 +224,14 @@ def _attention_backward(
         dq, dk, dv, *_, sums = _triton().backward(
             do, q, k, v, o, o_fp32, lse, ties, p, causal, scale, tile or None, seed, want_probe
         )
+        if impl == "sdpa_backward":
+            if p.delta_from == "o_redrawn":
+                fair = p.replace(o="bf16:stochastic")
+                o = _triton().forward(q, k, v, fair, causal, scale, tile or None, seed)[0]
+            for ours, theirs in zip(
+                (dq, dk, dv), _flash_backward(do, q, k, v, o, causal, scale), strict=True
+            ):
+                ours.copy_(theirs)
         return dq, dk, dv, sums if want_probe else q.new_empty(0)
     t = _eager(q, k, v, do, p, causal, scale, tile or None, impl, seed)
     dq, dk, dv = (g.to(q.dtype).contiguous() for g in (t.dq, t.dk, t.dv))

@@ -81,7 +81,7 @@ class TrainConfig:
     logit_softcap: float = 0.0
     """c of c tanh(logits / c) on the output logits; 0 is off"""
     impl: str = "auto"
-    """who computes attention: triton, emulate, oracle, sdpa, sdpa_forward; auto: triton on GPUs"""
+    """who computes attention, one of `lowprec.attention.IMPLS`; auto is triton on GPUs"""
     tile: int | None = None
     """keys of a rounding block; None is the whole row"""
     probe_every: int = 50

@@ -86,7 +86,31 @@ def test_the_output_of_pytorch_with_our_backward():
     assert rest.norm() < 0.3 * moved.norm()
 
 
-@pytest.mark.parametrize("impl", ["emulate", "triton", "sdpa_forward"])
+def test_the_backward_of_pytorch_takes_another_output():
+    pytest.importorskip("triton")
+    q, k, v, do = inputs = family("tied", (1, 2, 80, 64))
+    other = FA2.replace(delta_from="o_redrawn")
+    probe = torch.zeros(2, len(PROBE_COLUMNS), requires_grad=True)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = run(inputs, FA2, impl="sdpa")
+    for got, wanted in zip(run(inputs, FA2, probe, impl="sdpa_backward"), theirs, strict=True):
+        assert torch.equal(got, wanted)
+    half = torch.zeros_like(probe, requires_grad=True)
+    run(inputs, FA2, half, impl="sdpa_forward")
+    assert torch.equal(probe.grad, half.grad)
+    swapped = run(inputs, other, impl="sdpa_backward")
+    again, later = (run(inputs, other, impl="sdpa_backward", seed=s) for s in (0, 1))
+    assert torch.equal(swapped[0], theirs[0]) and torch.equal(swapped[3], theirs[3])
+    assert torch.equal(swapped[1], again[1]) and not torch.equal(swapped[1], later[1])
+    t = emulate(q, k, v, FA2, do=do)
+    fair = run(inputs, FA2.replace(o="bf16:stochastic"), impl="triton")[0]
+    moved = -((do.float() * (fair.float() - theirs[0].float())).sum(-1, keepdim=True))
+    moved = moved * (t.p @ k.float()) / t.l[..., None] * q.shape[-1] ** -0.5
+    rest = swapped[1].float() - theirs[1].float() - moved  # ds and dq are rounded to BF16
+    assert moved.norm() > 0 and rest.norm() < 0.3 * moved.norm()
+
+
+@pytest.mark.parametrize("impl", ["emulate", "triton", "sdpa_forward", "sdpa_backward"])
 def test_operator_is_well_formed(impl):
     """Schema, fake implementation and autograd registration, by PyTorch's own checker."""
     if impl != "emulate":
@@ -96,7 +120,7 @@ def test_operator_is_well_formed(impl):
     probe = torch.zeros(2, 3, requires_grad=True)
     torch.library.opcheck(
         torch.ops.lowprec.attention.default,
-        (*leaves, probe, "FA2" if impl == "sdpa_forward" else "LOW", True, 0.2, 0, impl, 0),
+        (*leaves, probe, "FA2" if impl.startswith("sdpa") else "LOW", True, 0.2, 0, impl, 0),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
@@ -114,6 +138,7 @@ def test_stochastic_backward_regenerates_the_forward():
     [
         (dict(policy=LOW, impl="sdpa"), "FA2"),
         (dict(policy=LOW, impl="sdpa_forward"), "FA2"),
+        (dict(policy="FA2+delta_from=o_fp32", impl="sdpa_backward"), "o_redrawn"),
         (dict(policy=LOW, impl="cudnn"), "cudnn"),
         (dict(policy=LOW.replace(x="e4m3fn"), impl="triton"), "x=e4m3fn"),
         (dict(policy=LOW, impl="triton", tile=48), "tile=48"),
@@ -140,6 +165,7 @@ def test_auto():
         (LOW.replace(delta_from="o_fp32"), "triton"),
         (FA2, "triton"),
         (FA2, "sdpa_forward"),
+        (FA2.replace(delta_from="o_redrawn"), "sdpa_backward"),
     ],
     ids=str,
 )
@@ -152,6 +178,6 @@ def test_compiled_model_gives_the_eager_roundings(policy, impl):
     o.backward(inputs[3])
     got, eager = (o, *(t.grad for t in leaves)), run(inputs, policy, impl=impl)
     assert all(torch.equal(a, b) for a, b in zip(got, eager, strict=True))
-    if impl == "sdpa_forward":
+    if impl.startswith("sdpa"):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             assert torch.equal(o, run(inputs, FA2, impl="sdpa")[0])
