@@ -85,7 +85,7 @@ $(VENV): constraints.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || \
 	  { echo "$(PYTHON) is not there: install Python 3.11 to 3.14, or name one with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 15) or sys.exit("lowprec needs Python 3.11 to 3.14 and %s is %d.%d: name one with PYTHON=..." % ("$(PYTHON)", v[0], v[1]))'
-	@echo "Setting up .venv (two minutes when nothing is cached)"
+	@echo "Setting up .venv (a few minutes when nothing is cached)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -q --no-compile --disable-pip-version-check \
 	  -c constraints.txt -e '.[book,data,test]'
