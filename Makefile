@@ -1,4 +1,4 @@
-# Two commands: `make book` and `make test`. Each sets itself up; Python 3.11 or newer and make
+# Two commands: `make book` and `make test`. Each sets itself up; Python 3.11 to 3.14 and make
 # are all they need. A third, `make gpu-check`, needs an NVIDIA GPU: it tests the kernels, times them
 # and writes a dated record into data/benchmarks/.
 #
@@ -83,9 +83,9 @@ clean:
 # --no-compile halves the time: Python compiles what is imported, when it is imported.
 $(VENV): constraints.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || \
-	  { echo "$(PYTHON) is not there: install Python 3.11 or newer, or name one with PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("lowprec needs Python 3.11 or newer and %s is %d.%d: name a newer one with PYTHON=..." % ("$(PYTHON)", v[0], v[1]))'
-	@echo "Setting up .venv (two minutes when nothing is cached)"
+	  { echo "$(PYTHON) is not there: install Python 3.11 to 3.14, or name one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 15) or sys.exit("lowprec needs Python 3.11 to 3.14 and %s is %d.%d: name one with PYTHON=..." % ("$(PYTHON)", v[0], v[1]))'
+	@echo "Setting up .venv (a few minutes when nothing is cached)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -q --no-compile --disable-pip-version-check \
 	  -c constraints.txt -e '.[book,data,test]'
