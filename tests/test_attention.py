@@ -3,10 +3,11 @@
 import pytest
 import torch
 from conftest import family
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
-from lowprec.attention import PROBE_COLUMNS, attention, resolve_impl
+from lowprec.attention import PROBE_COLUMNS, _flash_backward, attention, resolve_impl
 from lowprec.policy import ALL_FP32, FA2, LOW
 from lowprec.reference import emulate, oracle
 
@@ -108,6 +109,14 @@ def test_the_backward_of_pytorch_takes_another_output():
     moved = moved * (t.p @ k.float()) / t.l[..., None] * q.shape[-1] ** -0.5
     rest = swapped[1].float() - theirs[1].float() - moved  # ds and dq are rounded to BF16
     assert moved.norm() > 0 and rest.norm() < 0.3 * moved.norm()
+
+
+def test_the_backward_of_pytorch_is_called_as_a_gpu_wants_it():
+    with FakeTensorMode():
+        rows = dict(device="cuda", dtype=torch.bfloat16)
+        inputs = [torch.empty(1, 64, 2, 64, **rows).transpose(1, 2) for _ in range(5)]
+        for grad in _flash_backward(*inputs, causal=True, scale=0.1):
+            assert grad.shape == (1, 2, 64, 64) and grad.device.type == "cuda"
 
 
 @pytest.mark.parametrize("impl", ["emulate", "triton", "sdpa_forward", "sdpa_backward"])
