@@ -238,7 +238,7 @@ class Capture:
                 content = lzma.decompress(content)
             tensors = from_bytes(content)
             end = 8 + int.from_bytes(content[:8], "little")
-            header = json.loads(content[8:end]).get("__metadata__", {})
+            header = json.loads(content[8:end]).get("__metadata__") or {}
         except (lzma.LZMAError, SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{path} is damaged or no capture ({error}); restore it") from None
         if header.get("format") != FORMAT:

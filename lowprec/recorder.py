@@ -274,7 +274,7 @@ class Specimens:
         self.folder = recorder.part / "captures"
         self.window = None
         asked = {self._path(step) for step in self.config.capture_at}
-        made = set(self.folder.glob("step-*")) if self.config.capture_every else set()
+        made = set(self.folder.glob("step-*.xz")) if self.config.capture_every else set()
         self.rolling = sorted(made - asked)  # by a run that is resumed here
 
     def _path(self, step: int) -> Path:

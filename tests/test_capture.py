@@ -216,6 +216,10 @@ def test_damage_and_foreign_files(tmp_path):
                 Capture.load(broken)
     with pytest.raises(UserError, match="not a capture of the format"):
         Capture.load(runs.data_root() / "corpora" / "smoke.safetensors")
+    no_header = b'{"__metadata__":null}'
+    broken.write_bytes(len(no_header).to_bytes(8, "little") + no_header)
+    with pytest.raises(UserError, match="not a capture of the format"):
+        Capture.load(broken)
     broken.write_text("a text\n" * 50)
     with pytest.raises(UserError, match="damaged or no capture"):
         Capture.load(broken)

@@ -409,6 +409,16 @@ def test_with_pytorchs_output_it_is_delta(recorded):
     assert f"(p = {p:.2f} by Fisher's exact test), see `peers-half-explodes`" in THREATS, MEND
 
 
+def test_pytorch_chose_its_flash_kernel(recorded):
+    """`sdpa` leaves the choice to PyTorch, which may be cuDNN; `sdpa_forward` asks for flash."""
+    first = {
+        arm: {run.seed: run.metrics.loss[0] for run in chosen(recorded, campaign, arm)}
+        for campaign, arm in (("production", "sdpa"), ("halves", "torch_o"), ("mini", "fa2"))
+    }
+    for seed, loss in first["torch_o"].items():
+        assert first["sdpa"][seed] == loss != first["fa2"][seed], MEND
+
+
 def test_less_patience_counts_one_more_run_of_pytorch(recorded, monkeypatch):
     monkeypatch.setattr(runs, "PATIENCE", 300)
     found = {
