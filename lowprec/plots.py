@@ -1,4 +1,4 @@
-"""Figures: one style, one colour per policy, and the data behind each figure beside it.
+"""Figures: one style, a colour for each policy, and the data behind each figure beside it.
 
 `save_figure` shows a figure as an inline SVG whose ink is the page's text colour, so that it reads
 on a white and on a dark background, with its caption, its alternative text, a badge that says
@@ -8,7 +8,6 @@ whether it was computed here or recorded on a GPU, and its table as a CSV downlo
 from __future__ import annotations
 
 import base64
-import hashlib
 import html
 import io
 import re
@@ -21,6 +20,7 @@ from matplotlib.collections import QuadMesh
 
 from lowprec import UserError
 from lowprec.notebook import FIGURE_MIME
+from lowprec.policy import PrecisionPolicy
 
 COLOURS = {
     "LOW": "#e8590c",
@@ -70,11 +70,18 @@ text is then 9.5 pixels high. A figure of 5.4 inches or less fits on a phone."""
 
 
 def colour(policy) -> str:
-    """The colour of a policy, by its name or `str()`; others get one of SPARE by their name."""
-    name = str(policy)
-    if name in COLOURS:
-        return COLOURS[name]
-    return SPARE[int(hashlib.sha256(name.encode()).hexdigest(), 16) % len(SPARE)]
+    """The colour of a policy: of the preset that it changes, or, where delta does not read the
+    stored output, the blue of LOW+delta_from=o_fp32."""
+    policy = PrecisionPolicy.parse(policy)
+    healthy = policy.delta_from != "o"
+    return COLOURS["LOW+delta_from=o_fp32" if healthy else str(policy).partition("+")[0]]
+
+
+def look(policy) -> dict:
+    """Colour and dashes of a policy's line: one in COLOURS is solid, another dashed, or dotted if
+    it changes o_acc."""
+    line = "-" if str(policy) in COLOURS else ":" if "+o_acc=" in str(policy) else "--"
+    return dict(color=colour(policy), ls=line)
 
 
 def subplots(*args, **kwargs):
@@ -127,21 +134,21 @@ def label_cells(ax, cells, values, text, fontsize=9) -> None:
 
 def draw_outcomes(ax, arms: dict) -> None:
     """A row for each arm, a mark for each run: a disc at the onset of its explosion, a ring at the
-    last step at which a run without one was watched.
+    last step at which a run without one was watched. Arms with layers of their own are in ink.
 
     arms: label to `lowprec.survival.Arm`, from top to bottom.
     """
     for y, arm in enumerate(arms.values()):
-        tint = colour(arm.config.policy)
+        tint = INK if arm.config.layers else colour(arm.config.policy)
         if not arm.n:
             end = arm.config.steps
             words = dict(va="center", ha="right", fontsize=9, alpha=0.7)
             ax.text(end, y, f"{len(arm.seeds)} planned, none recorded", **words)
             continue
-        offsets = np.linspace(-0.28, 0.28, arm.n) if arm.n > 1 else np.zeros(1)
-        for run, offset in zip(arm.runs.itertuples(), offsets, strict=True):
+        heights = y + 0.08 * (np.arange(arm.n) - (arm.n - 1) / 2)
+        for run, height in zip(arm.runs.itertuples(), heights, strict=True):
             face = tint if run.exploded else "none"
-            ax.plot(run.duration, y + offset, "o", ms=4.5, mec=tint, mfc=face)
+            ax.plot(run.duration, height, "o", ms=4.5, mec=tint, mfc=face)
     ax.set(yticks=range(len(arms)), yticklabels=list(arms), xlabel="step")
     ax.set(ylim=(len(arms) - 0.5, -0.5))
     ax.set_xlim(0, 1.03 * max(arm.config.steps for arm in arms.values()))

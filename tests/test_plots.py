@@ -102,21 +102,24 @@ def test_a_figure_that_would_not_serve_is_refused(changes, sentence):
 
 
 def test_outcomes_tell_exploded_censored_and_missing_runs_apart():
-    def arm(policy, runs):
-        config = SimpleNamespace(policy=policy, steps=7000)
+    def arm(policy, runs, layers=()):
+        config = SimpleNamespace(policy=policy, layers=layers, steps=7000)
         return survival.Arm("a", config, (0, 1), runs)
 
     runs = pd.DataFrame(dict(seed=[0, 1], duration=[2000, 7000], exploded=[True, False]))
     fig, ax = plots.subplots()
-    plots.draw_outcomes(ax, {"base": arm("LOW", runs), "to come": arm("FA2", None)})
-    exploded, censored = ax.get_lines()
+    mixed = arm("FA2", runs, {"1": "LOW"})
+    plots.draw_outcomes(ax, {"base": arm("LOW", runs), "to come": arm("FA2", None), "mix": mixed})
+    exploded, censored, *inked = ax.get_lines()
     assert (exploded.get_xdata()[0], censored.get_xdata()[0]) == (2000, 7000)
     assert exploded.get_markerfacecolor() == plots.colour("LOW") == censored.get_markeredgecolor()
     assert censored.get_markerfacecolor() == "none"
+    assert {mark.get_markeredgecolor() for mark in inked} == {plots.INK}
+    assert [mark.get_ydata()[0] for mark in ax.get_lines()] == [-0.04, 0.04, 1.96, 2.04]
     (words,) = ax.texts
     assert words.get_text() == "2 planned, none recorded"
     assert words.get_position()[1] == 1
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["base", "to come"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["base", "to come", "mix"]
     plt.close(fig)
 
 
@@ -181,6 +184,16 @@ def test_a_policy_has_one_colour_whatever_it_is_called_by():
     assert plots.colour(LOW.replace(delta_from="o_fp32")) == plots.COLOURS["LOW+delta_from=o_fp32"]
     assert plots.colour(FA2) == plots.COLOURS["FA2"]
     assert plots.colour("LOW+p=fp32") == plots.colour(LOW.replace(p="fp32"))
+
+
+def test_a_change_keeps_the_colour_of_its_preset_unless_delta_reads_another_output():
+    blue = plots.COLOURS["LOW+delta_from=o_fp32"]
+    assert plots.look("FA2") == dict(color=plots.COLOURS["FA2"], ls="-")
+    assert plots.look("LOW+dodo=fp32") == dict(color=plots.COLOURS["LOW"], ls="--")
+    assert plots.look("LOW+o_acc=fp32") == dict(color=plots.COLOURS["LOW"], ls=":")
+    assert plots.look(FA2.replace(delta_from="dp")) == dict(color=blue, ls="--")
+    with pytest.raises(UserError, match="unknown policy"):
+        plots.colour("nearest")
 
 
 @pytest.mark.parametrize("draw", ["imshow", "pcolormesh"])
