@@ -138,7 +138,7 @@ class Result:
         if self.value is None:
             return f"nothing to measure once all is recorded, n = {self.n:,}{need}"
         value = number(self.value, exact=True) if c.is_exact else self.text
-        return f"{c.metric} {value}, n = {self.n:,}{need}"
+        return f"{c.metric}: {value}, n = {self.n:,}{need}"
 
     def markdown(self) -> str:
         """The verdict in words: what was claimed, measured, and what would refute it."""

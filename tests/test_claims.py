@@ -150,7 +150,7 @@ def test_a_result_survives_the_notebook_file(registry):
     result = claims.check("bias", -0.25, 8, (-0.5, -0.1), note="Seen.", path=registry(ENTRY))
     data = result._repr_mimebundle_()
     assert claims.Result.from_dict(json.loads(json.dumps(data[CLAIM_MIME]))) == result
-    for words in ("Supported", "mean error in ulp −0.25 [−0.5, −0.1]", "n = 8", "Seen.", "qiu2025",
+    for words in ("Supported", "mean error in ulp: −0.25 [−0.5, −0.1]", "n = 8", "Seen.", "qiu2025",
                   "Would refute it: the mean error is 0 or positive"):  # fmt: skip
         assert words in data["text/markdown"]
 
