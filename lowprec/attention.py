@@ -111,7 +111,7 @@ def _plan(policy: str, tile, impl: str, device: str, probe_shape, heads: int) ->
     if impl in HYBRIDS and (p.replace(delta_from="o") != FA2 or tile is not None):
         raise UserError(
             f"impl={impl!r} has the output of PyTorch's kernel, whose roundings cannot be "
-            "set; use policy=FA2 with any delta_from and tile=None, or impl='triton'"
+            "set; use policy=FA2 but for delta_from, and tile=None, or impl='triton'"
         )
     if impl == "sdpa_backward" and p.delta_from not in ("o", "o_redrawn"):
         raise UserError(
