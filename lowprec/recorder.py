@@ -184,7 +184,7 @@ class Recorder:
         runs.write_atomic(self.part / "run.json", lambda file: file.write(text.encode()))
 
     def keep_weights(self, model):
-        """All weights as they are, for `lowprec.studies.pairs`; hidden, being too large for git."""
+        """All weights as they are, for `lowprec.studies`; hidden, being too large for git."""
         if self.group.rank == 0:
             folder = self.part / ".weights"
             folder.mkdir(exist_ok=True)

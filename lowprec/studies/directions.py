@@ -28,6 +28,30 @@ def mean_cosine(*factors) -> float:
     return ((total.square().sum() - count) / (count * (count - 1))).item()
 
 
+@torch.no_grad()
+def head_cosines(model, text) -> pd.DataFrame:
+    """How alike two tokens of a sequence are in every head of a `GPT`, a row a layer and head.
+
+    text: (T,) int64 token ids. cos_r, cos_pk, cos_x: mean cosine of their matrices R_i, mean keys
+    and inputs. k_common: length of the mean key over the root mean square of a key's.
+    """
+    stream, found = model.token(text[None]) + model.position.weight[: len(text)], []
+    for layer, block in enumerate(model.blocks):
+        x = block.norm_attn(stream)
+        q, k, _ = block.heads(x)
+        for head in range(model.config.n_head):
+            a, keys = mean_keys(q[0, head], k[0, head]), k[0, head]
+            cosines = mean_cosine(a, x[0]), mean_cosine(a), mean_cosine(x[0])
+            found.append((layer, head, *cosines, common_part(keys)))
+        stream = block(stream)
+    return pd.DataFrame(found, columns=["layer", "head", "cos_r", "cos_pk", "cos_x", "k_common"])
+
+
+def common_part(keys) -> float:
+    """Length of the mean key over the root mean square of a key's; keys: (T, D)."""
+    return (keys.mean(0).norm() / keys.square().sum(1).mean().sqrt()).item()
+
+
 def principal(a, x) -> tuple[torch.Tensor, float]:
     """The first right singular vector of the stacked vec(a_i x_i^T), as a (D, C) matrix of norm 1
     whose inner product with their sum is positive, and its share of their energy."""

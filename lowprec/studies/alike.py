@@ -1,0 +1,79 @@
+"""How alike the tokens are in models of several arms, head by head (Qiu & Yao 2025 on QK-norm).
+
+The runs of a campaign kept their weights at some steps (`TrainConfig.weights_at`). Each model reads
+the first sequences of the batch of that step, the same in all arms of a seed, and of every head
+`lowprec.studies.directions.head_cosines` is written into one small table, after which the weights
+may go:
+
+    python -m lowprec.studies.alike runs/alike
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from lowprec import UserError, data, recorder, runs
+from lowprec.model import GPT
+from lowprec.studies.directions import head_cosines
+from lowprec.studies.pairs import kept, load
+from lowprec.train import TrainConfig, pick_device
+
+COLUMNS = {
+    "arm": "str", "seed": "int16", "step": "int32", "sequence": "int16", "layer": "int16",
+    "head": "int16", "cos_r": "float32", "cos_pk": "float32", "cos_x": "float32",
+    "k_common": "float32",
+}  # fmt: skip
+
+
+def compare(folder, tokens, sequences: int = 4, device: str = "cpu") -> pd.DataFrame:
+    """`head_cosines` of every run of `folder` at every step that it kept: columns `COLUMNS`.
+
+    tokens: the stream the runs were trained on, a `lowprec.data.Tokens`; another one is refused.
+    sequences: rows of the batch of that step, from the first.
+    """
+    rows = []
+    for run in runs.load_runs(Path(folder)).run:
+        for step in kept(run):
+            rows += _of_run(run, step, tokens, sequences, device)
+    if not rows:
+        raise UserError(f"no run in {folder} has kept weights; set weights_at in its campaign")
+    return pd.concat(rows)[list(COLUMNS)].astype(COLUMNS).reset_index(drop=True)
+
+
+def _of_run(run, step, tokens, sequences, device) -> list[pd.DataFrame]:
+    if run.info["data_sha256"] != tokens.sha256:
+        raise UserError(f"{run.name} was trained on other tokens than {tokens.name}")
+    config = TrainConfig(**run.info["config"] | dict(impl="sdpa", policy="FA2", layers={}))
+    model = GPT(config.model()).to(device)
+    model.load_state_dict(load(run, step, device))
+    seed = run.seed if config.data_seed is None else config.data_seed
+    shape = config.batch_size, config.block_size
+    text, _ = data.batch(tokens, step, seed, *shape, rows=slice(sequences))
+    about = dict(arm=run.info["arm"], seed=run.seed, step=step)
+    return [
+        head_cosines(model, row).assign(**about, sequence=i)
+        for i, row in enumerate(text.to(device))
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure how alike the tokens are in the kept weights of a campaign's runs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lowprec.studies.alike", description=main.__doc__
+    )
+    parser.add_argument("folder", type=Path, help="a campaign's folder")
+    parser.add_argument("--data", default="shards/pysource", help="the runs' token shards")
+    parser.add_argument("--sequences", type=int, default=4, help="of the batch of each step")
+    parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
+    args = parser.parse_args(argv)
+    tokens, device = data.load_tokens(args.data), pick_device(args.device)
+    table = compare(args.folder, tokens, args.sequences, device)
+    recorder.write_table(args.folder / "alike.parquet", table)
+    print(f"{args.folder / 'alike.parquet'}: {len(table):,} rows of {table.arm.nunique()} arms")
+
+
+if __name__ == "__main__":
+    main()
