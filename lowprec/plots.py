@@ -37,7 +37,7 @@ SPARE = ("#23a774", "#b28f00", "#d80b11", "#4f97ba", "#869a56", "#b68884")
 INK = "#1a1a1a"
 """Text, axes and grid: replaced in the SVG by the page's own text colour."""
 STYLE = {
-    "figure.figsize": (7.2, 4.0),
+    "figure.figsize": (5.4, 3.6),
     "figure.dpi": 100,
     "figure.constrained_layout.use": True,
     "font.size": 11,
