@@ -101,7 +101,8 @@ def forward_bounds(t, q, k, v, policy, tile, scale, flips=True) -> dict[str, tor
 
     t: the trace of `emulate`. flips: whether every rounded number may be its neighbour, all in the
     same direction, or FP32 noise is all there is. A shift common to a row cancels, whatever it is;
-    it only has the roundings of p, l and o_acc drawn again, which a flip of each covers.
+    it only has the roundings of p, l and o_acc drawn again, which a flip of each covers. (Not
+    covered is a flip of s that makes or breaks a tie under shift=mute.)
     """
 
     def moved(field, x):
@@ -137,7 +138,7 @@ def forward_bounds(t, q, k, v, policy, tile, scale, flips=True) -> dict[str, tor
     numerator = (of_p + of_rounding) @ v + (of_alpha + sum_noise(n)) * size
 
     summed = t.p if policy.l_from == "p_rounded" else t.p_unnorm
-    unrounded_l = (summed * following).sum(-1, keepdim=True)
+    unrounded_l = (summed * following).sum(-1, keepdim=True).clamp(min=policy.l_floor)
     o_fp32 = (numerator + of_l * size) * t.l[..., None] / unrounded_l
     of_l = of_l + blocks * moved("l", 1.0)
     o = numerator + (of_l + 3 * blocks * moved("o_acc", 1.0) + 4 * U) * size

@@ -86,7 +86,14 @@ class Shift:
     kind "none": r. "beta": Qiu & Yao's stabilised softmax (2025, Algorithm 1): where the maximum
     is tied (more than one score >= r - tol), beta*r if r > 0 and gamma*r if r < 0. "offset":
     r + amplitude. "dither": r + amplitude*u, u uniform in [0, 1), one draw per row.
-    Softmax is invariant under any shift in exact arithmetic; only the rounding changes.
+    Softmax is invariant under any of these in exact arithmetic; only the rounding changes.
+
+    "mute" is no such shift: r, but where the maximum is tied and r > amplitude 1e30, which leaves
+    the row no weight and yet m + log l and the next block's m - m finite. It is one half of what
+    "beta" does with l_floor=1e-10, under which two tied weights vanish once (beta - 1) r exceeds
+    ln(2e10) = 23.7: amplitude=23.7 goes with beta=2, amplitude=3.95 with beta=7. It needs l_floor:
+    then o is 0 / l_floor = 0 and the row adds nothing to any gradient; without, o is 0 / 0 = NaN.
+    Tiled, a block that is muted mutes its row.
     """
 
     kind: str = "none"
@@ -100,6 +107,7 @@ class Shift:
         "beta": ("beta", "gamma", "tol"),
         "offset": ("amplitude",),
         "dither": ("amplitude",),
+        "mute": ("amplitude", "tol"),
     }
 
     def __post_init__(self):

@@ -152,8 +152,11 @@ def scores(q, k, seen, rnd, scale, column=0, width=0):
 
 def shifted_max(r, s, shift, rnd):
     """The block maximum r (..., rows, 1) of scores s after the policy's shift."""
-    if shift.kind == "beta":
+    if shift.kind in ("beta", "mute"):
         tied = (s >= r - shift.tol).sum(-1, keepdim=True) > 1
+    if shift.kind == "mute":  # exp(s - 1e30) is 0, and unlike inf - inf, 1e30 - 1e30 is 0 too
+        return torch.where(tied & (r > shift.amplitude), 1e30, r)
+    if shift.kind == "beta":
         r = torch.where(
             tied & (r > 0), shift.beta * r, torch.where(tied & (r < 0), shift.gamma * r, r)
         )

@@ -46,6 +46,8 @@ CASES = [
     *((p, None) for p in (ALL_FP32, FA2, PAPER, LOW, *ONE_FIELD)),
     *((p, 64) for p in (FA2, PAPER, LOW, RELEASED)), (RELEASED, 32), (LOW, 128),
     *((PAPER.replace(shift=shift), tile) for shift in SHIFTS for tile in (None, 64)),
+    *((p.replace(shift="mute(amplitude=8)", l_floor=1e-10), tile)
+      for p, tile in ((PAPER, None), (PAPER, 64), (LOW, None))),
     *((every(f"{fmt}:{mode}"), 64) for fmt in ("bf16", "fp16") for mode in MODES),
     (every("bf16:stochastic"), None), (every("e8m10:toward_zero"), 32),
 ]  # fmt: skip

@@ -36,7 +36,12 @@ OWN = {"shift": "x", "l_from": "l", "l_floor": "l", "dodo": "delta", "delta_from
 CHANGES = {
     "l_from": ["p_rounded"],
     "delta_from": ["o_fp32", "o_split", "o_redrawn", "dp"],
-    "shift": ["beta(beta=2)", "offset(amplitude=0.3)", "dither(amplitude=0.3)"],
+    "shift": [
+        "beta(beta=2)",
+        "offset(amplitude=0.3)",
+        "dither(amplitude=0.3)",
+        "mute(amplitude=3)",
+    ],
     "l_floor": [100.0],
     "delta_bias": [0.5, -0.5],
 }

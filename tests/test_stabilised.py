@@ -8,7 +8,7 @@ import torch
 from lowprec.capture import Capture
 from lowprec.formats import round_to
 from lowprec.policy import ALL_FP32, LOW, Shift
-from lowprec.reference import oracle
+from lowprec.reference import emulate, oracle
 from lowprec.runs import data_root
 from lowprec.studies.stabilised import (
     acts,
@@ -78,6 +78,24 @@ def test_a_row_beyond_the_limit_has_no_sum():
     policy = ALL_FP32.replace(shift=Shift("beta", beta=7.0))
     assert (attend(rows(0.98 * limit), policy).l > 0).all()
     assert (attend(rows(1.02 * limit), policy).l == 0).all()
+
+
+def test_mute_silences_tied_rows_with_large_maxima_and_nothing_else():
+    maxima = torch.arange(20, 34, 0.25)
+    floor = ALL_FP32.replace(l_floor=1e-10)
+    for ties, silent in (((0, 1), maxima > 23.7), ((4,), maxima > 34)):
+        made = made_rows(maxima, ties, 30, torch.Generator().manual_seed(0))
+        plain, beta, mute = (
+            emulate(*made, floor.replace(shift=shift), None, made[0] + 1, causal=False, scale=1.0)
+            for shift in ("none", "beta(beta=2)", "mute(amplitude=23.7)")
+        )
+        for name in ("o", "o_fp32", "delta", "dq", "dk", "dv"):
+            of_plain, of_mute = getattr(plain, name), getattr(mute, name)
+            assert (of_mute[silent] == 0).all() and (of_plain != 0).any(), name
+            assert torch.equal(of_mute[~silent], of_plain[~silent]), name
+        lost = (beta.o.norm(dim=-1) < 0.01 * plain.o.norm(dim=-1)).flatten()
+        assert lost.any() == silent.any() and silent[lost].all()
+        assert torch.equal(beta.l.flatten() <= 1e-10, silent)
 
 
 def test_the_rule_acts_on_tied_rows_whose_maximum_is_not_zero():

@@ -82,6 +82,9 @@ def new_maximum(
         tied = b_r2 >= b_r - TOL
         b_shifted = tl.where(tied & (b_r > 0), BETA * b_r, b_shifted)
         b_shifted = tl.where(tied & (b_r < 0), GAMMA * b_r, b_shifted)
+    elif SHIFT == "mute":
+        tied = b_r2 >= b_r - TOL
+        b_shifted = tl.where(tied & (b_r > AMPLITUDE), 1e30, b_r)
     elif SHIFT == "offset":
         b_shifted = b_r + AMPLITUDE
     elif SHIFT == "dither":
@@ -161,7 +164,7 @@ def rounding_block(
     ONE_PASS: the block is BN keys wide, and MASKED says whether it needs a mask.
     """
     BM: tl.constexpr = b_q.shape[0]
-    SECOND: tl.constexpr = SHIFT == "beta"
+    SECOND: tl.constexpr = SHIFT == "beta" or SHIFT == "mute"
     o_k = first + tl.arange(0, BN)
     b_r = tl.full([BM], float("-inf"), tl.float32)
     b_r2 = b_r
