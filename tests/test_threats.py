@@ -25,10 +25,10 @@ THREATS = (BOOK / "threats.md").read_text()
 PAGES = ("how_to_read", "threats", "shelf")
 CAMPAIGNS = (
     "mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2",
-    "specimens", "remedies", "rivals", "halves",
+    "specimens", "remedies", "rivals", "halves", "swapped", "alike",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
-WAITING = ("paper", "sites", "swapped")
+WAITING = ("paper", "sites", "ties")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
 """Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""
@@ -70,7 +70,7 @@ ARITHMETIC = set(
 OTHER_OUTPUT = (
     ("mini", "o_fp32"), ("production", "fa2_o_fp32"), ("origin", "fa2_redrawn"),
     ("remedies", "fa2_dp", "fa2_stochastic_o_fp32"), ("rivals", "o_split"),
-    ("halves", "torch_o_fp32"),
+    ("halves", "torch_o_fp32"), ("swapped", "torch_redrawn"),
 )  # fmt: skip
 MEND = "mend book/threats.md, which says otherwise"
 
@@ -251,7 +251,10 @@ def test_one_corpus_one_generation_of_gpu_our_kernels(recorded):
     assert {run.info["impl"] for run in theirs} == {"sdpa"}, MEND
     half = list(recorded["halves"].run)
     assert {run.info["impl"] for run in half} == {"sdpa_forward"}, MEND
-    assert {run.info["impl"] for run in every if run not in theirs + half} == {"triton"}, MEND
+    both = list(recorded["swapped"].run)
+    assert {run.info["impl"] for run in both} == {"sdpa_backward"}, MEND
+    ours = [run for run in every if run not in theirs + half + both]
+    assert {run.info["impl"] for run in ours} == {"triton"}, MEND
     for path in [*(ROOT / "data/benchmarks").glob("*.json"), *(ROOT / "data/peers").glob("*.json")]:
         assert re.search("H100|H200", json.dumps(json.loads(path.read_text()))), MEND
 
@@ -261,7 +264,7 @@ def test_sizes(recorded):
         for config in (run.info["config"] for run in table.run):
             assert config["batch_size"] * config["block_size"] == 32768, MEND
             assert config["n_layer"] == (12 if name in LARGE else 6), MEND
-    six = "mini origin production drift layers remedies rivals halves"
+    six = "mini origin production drift layers remedies rivals halves swapped alike"
     for name in six.split():
         assert {run.info["config"]["lr"] for run in recorded[name].run} == {4e-3}, MEND
     large = recorded["explosion"].run.iloc[0].info["config"]
@@ -347,6 +350,8 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         "production": set(),
         "remedies": set(),
         "halves": set(),
+        "swapped": set(),
+        "alike": set(),
         "mini": set(),
         "drift": set(),
         "layers": set(),
@@ -359,12 +364,12 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         there = set(zip(recorded[name].arm, recorded[name].seed, strict=True))
         assert there <= planned and planned - there == waiting, MEND
     table = recorded["rivals"]
-    assert set(table.arm) == {"beta2", "beta7", "o_split", "qk_norm"}, MEND
+    arms = "beta2 beta7 beta2_floor beta7_floor dither gate o_split qk_norm"
     seeds = table.groupby("arm").seed.nunique()
-    assert dict(seeds) == {"beta2": 4, "beta7": 4, "o_split": 4, "qk_norm": 3}, MEND
+    assert dict(seeds) == dict.fromkeys(arms.split(), 4), MEND
     seeds = recorded["production"].groupby("arm").seed.nunique()
     assert dict(seeds) == {"sdpa": 8, "fa2_o_fp32": 8, "fp32": 4, "fa2_tile128": 4}, MEND
-    for name in ("remedies", "halves"):
+    for name in ("remedies", "halves", "swapped", "alike"):
         assert set(recorded[name].groupby("arm").seed.nunique()) == {4}, MEND
     assert len(recorded["layers"]) == 18 and set(recorded["layers"].seed) == {1, 4}, MEND
 
@@ -524,7 +529,9 @@ def test_predictions_that_held():
     ids_of_drift = re.findall(r"`([\w-]+)`", named)
     assert len(ids_of_drift) == len(plan["predictions"]) == 4
     assert all(REGISTRY[id].verdict == "supported" for id in ids_of_drift), MEND
-    for name, count in (("origin", 4), ("halves", 4), ("remedies", 5), ("production", 5)):
+    for name, count in (
+        ("origin", 4), ("halves", 4), ("swapped", 2), ("remedies", 5), ("production", 5)
+    ):  # fmt: skip
         plan = yaml.safe_load((ROOT / f"data/runs/{name}/campaign.yaml").read_text())
         told = [said for said in plan["predictions"] if "Refuted if" in said]
         named = re.search(rf"of `{name}`[^:.]*: ([^.;]*)[.;]", THREATS)[1]
@@ -537,17 +544,28 @@ def test_predictions_that_held():
             assert REGISTRY[rest[1]].verdict == wanted, MEND
 
 
+def test_predictions_of_alike_and_rivals():
+    plan = yaml.safe_load((ROOT / "data/runs/alike/campaign.yaml").read_text())
+    found = re.search(
+        r"the four of `alike` three held: ([^.]*)\. The last failed: `([\w-]+)`", THREATS
+    )
+    ids = re.findall(r"`([\w-]+)`", found[1])
+    assert len(ids) == 3 == sum("Refuted if" in said for said in plan["predictions"]) - 1
+    assert all(REGISTRY[id].verdict == "supported" for id in ids), MEND
+    assert REGISTRY[found[2]].verdict == "refuted", MEND
+
+
 def test_verdicts_that_the_argument_leans_on():
     held = "rounding-residual-large curvature-near-ties curvature-recorded-squares common-healthy"
     held += " common-one-sequence drift-one-sequence spike-share gradient-how-wrong"
     held += " peers-errors peers-delta weights-size-forgotten weights-again bias-once drift-repeat"
     held += " layer-alone layer-others-alone layer-without delta-fa2-fp32-output"
     held += " larger-sum-before larger-specimen-repeats larger-specimen-direction"
-    held += " larger-specimen-half"
+    held += " larger-specimen-half peers-swapped stabilised-dither stabilised-train-heals"
     failed = "curvature-arms curvature-tails gradient-head explosion-bias-larger-when-failing"
     failed += " explosion-low-every-seed explosion-sigma-doubles layer-second-of-twelve"
     failed += " drift-elsewhere peers-gradient bias-held larger-layer larger-specimen-sign"
-    failed += " layer-head-alone layer-head-others"
+    failed += " layer-head-alone layer-head-others stabilised-train-floor"
     for verdict, ids in (("supported", held), ("refuted", failed)):
         for id in ids.split():
             assert f"`{id}`" in THREATS and REGISTRY[id].verdict == verdict, MEND
