@@ -124,7 +124,8 @@ def forward_bounds(t, q, k, v, policy, tile, scale, flips=True) -> dict[str, tor
     size = weight @ v
     kind = policy.shift
     largest = s.amax(-1, keepdim=True)
-    largest = largest * (1 + max(kind.beta, kind.gamma) * (kind.kind == "beta")) + kind.amplitude
+    largest = largest * (1 + max(kind.beta, kind.gamma) * (kind.kind == "beta"))
+    largest = largest + kind.amplitude * (kind.kind != "mute")
 
     argument = of_s + 4 * U * (s + largest + 1)
     argument = argument + moved("x", x + argument)

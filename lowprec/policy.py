@@ -89,11 +89,11 @@ class Shift:
     Softmax is invariant under any of these in exact arithmetic; only the rounding changes.
 
     "mute" is no such shift: r, but where the maximum is tied and r > amplitude 1e30, which leaves
-    the row no weight and yet m + log l and the next block's m - m finite. It is one half of what
-    "beta" does with l_floor=1e-10, under which two tied weights vanish once (beta - 1) r exceeds
-    ln(2e10) = 23.7: amplitude=23.7 goes with beta=2, amplitude=3.95 with beta=7. It needs l_floor:
-    then o is 0 / l_floor = 0 and the row adds nothing to any gradient; without, o is 0 / 0 = NaN.
-    Tiled, a block that is muted mutes its row.
+    the row no weight and yet m + log l and the next block's m - m finite. With a large finite tol,
+    every row that sees two keys. It needs l_floor: then o is 0 / l_floor = 0 and the row adds
+    nothing to any gradient; without, o is 0 / 0 = NaN. Tiled, a block that is muted mutes its row.
+    "beta" with l_floor=1e-10 fades rows out: two ties alone from (beta - 1) r = ln(2e10) = 23.7 on,
+    and later the more other keys count.
     """
 
     kind: str = "none"

@@ -87,7 +87,7 @@ def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=
     noise, flipped = (bounds(t, *inputs, policy, tile, scale, flips) for flips in (False, True))
     rows = (t.l >= 2.0**-126 / U) & ((got.lse > 1e29) == (t.lse > 1e29))
     heads = rows.all(-1, keepdim=True).expand_as(rows)
-    wrong = [] if rows.double().mean() > 0.9 else ["l: of too few rows to compare"]
+    wrong = [] if rows.double().mean() > 0.9 else ["too few rows left to compare"]
     for name in NAMES:
         compared = heads if name in ("dk", "dv") else rows
         value, wanted = (getattr(x, name)[compared].double() for x in (got, t))

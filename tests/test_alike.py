@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lowprec import UserError, data
+from lowprec.model import GPT
 from lowprec.studies import alike
 from lowprec.studies.directions import head_cosines, mean_cosine
 from lowprec.train import TrainConfig, train
@@ -40,11 +41,14 @@ def test_every_run_step_sequence_and_head_has_a_row(folder, tokens):
     assert start["low"] == pytest.approx(start["qk_norm"]), "one seed, one text, one start"
     keys = table[(table.step == 0) & (table.layer == 0)].groupby("arm").cos_pk.mean()
     assert keys["low"] != pytest.approx(keys["qk_norm"], rel=1e-3), "keys are taken after the norm"
+    torch.manual_seed(3)
+    text, _ = data.batch(tokens, 0, 3, 2, 16, rows=slice(1, 2))
+    first = table[(table.arm == "low") & (table.step == 0) & (table.sequence == 1)]
+    wanted = head_cosines(GPT(TrainConfig(**SMALL).model()), text[0])
+    assert first.cos_r.to_numpy() == pytest.approx(wanted.cos_r, abs=1e-4), "the run's own batch"
 
 
-def test_a_head_by_hand(folder, tokens):
-    from lowprec.model import GPT
-
+def test_a_head_by_hand(tokens):
     torch.manual_seed(0)
     model = GPT(TrainConfig(**SMALL).model())
     text = torch.from_numpy(tokens.window(0, 16).astype("int64"))

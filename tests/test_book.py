@@ -218,7 +218,9 @@ def test_a_notebook_page_offers_its_sources_and_the_data_of_its_figures(tab):
     assert download(tab, "this page, executed")[1] == executed.read_bytes()
     outputs = [o for c in json.loads(executed.read_text())["cells"] for o in c.get("outputs", [])]
     names = [o["data"][FIGURE_MIME]["name"] for o in outputs if FIGURE_MIME in o.get("data", {})]
-    for figure in names:
+    for i, figure in enumerate(names):
+        if i % 8 == 0:
+            tab.reload()  # Chromium stops the eleventh download of a page
         assert tab.locator(f"#figure-{figure}").count() == 1
         with tab.expect_download() as got:
             tab.locator(f"#figure-{figure} a.lowprec-data").click()

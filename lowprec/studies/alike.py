@@ -1,7 +1,8 @@
 """How alike the tokens are in models of several arms, head by head (Qiu & Yao 2025 on QK-norm).
 
 The runs of a campaign kept their weights at some steps (`TrainConfig.weights_at`). Each model reads
-the first sequences of the batch of that step, the same in all arms of a seed, and of every head
+the first sequences of the batch of that step, the same in all arms of a seed, in FP32 and with
+PyTorch's attention whatever the arm rounds, and of every head
 `lowprec.studies.directions.head_cosines` is written into one small table, after which the weights
 may go:
 
