@@ -80,6 +80,7 @@ def campaign(argv: list[str]) -> None:
         path: tyro.conf.Positional[Path],
         gpus: int | None = None,
         out: Path | None = None,
+        only: tuple[str, ...] = (),
         cluster: Literal["local", "slurm"] = "local",
         slurm: Slurm = Slurm(),  # noqa: B008
     ):
@@ -89,12 +90,13 @@ def campaign(argv: list[str]) -> None:
             path: the campaign's YAML file.
             gpus: runs side by side, by default as many as there are GPUs.
             out: folder for the runs instead of the file's own.
+            only: these runs alone, by name: ARM-seedN, with * for anything.
             cluster: this machine, or the Slurm cluster that sbatch reaches.
         """
         if cluster == "local" and slurm != Slurm():
             raise UserError("these options are for a cluster; add --cluster slurm")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the runs
-        results = run_campaign(path, gpus, out, slurm if cluster == "slurm" else None)
+        results = run_campaign(path, gpus, out, slurm if cluster == "slurm" else None, only)
         for name, result in results.items():
             print(f"{name}: {result}")
         failed = [name for name, result in results.items() if result.startswith("failed")]

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import difflib
 import fcntl
+import fnmatch
 import json
 import os
 import re
@@ -141,18 +142,24 @@ def _check(where: str, types: dict[str, str], name: str, value) -> None:
 
 def run_campaign(
     path: str | Path, gpus: int | None = None, out: Path | None = None, slurm: Slurm | None = None,
-    **overrides,
+    only: tuple[str, ...] = (), **overrides,
 ) -> dict[str, str]:  # fmt: skip
     """Start what is missing, one process a GPU or one Slurm job a run; {run name: how it went}.
 
     gpus: runs side by side; by default as many as there are GPUs, and no limit on a cluster.
     out: folder for the runs instead of the YAML's own; logs go to OUT/.logs.
+    only: names of runs, ARM-seedN with * for anything; the others are left alone.
     Raises `UserError` before anything starts if the tokens, the GPUs or Slurm are not there.
     Interrupted, it stops the runs of this machine; Slurm jobs go on, and the next call finds them.
     """
     from lowprec.data import load_tokens
 
     jobs = load_campaign(path, **overrides)
+    for pattern in only:
+        if not fnmatch.filter([job.name for job in jobs], pattern):
+            raise UserError(f"only={pattern!r} is no run here; they are called {jobs[0].name}")
+    if only:
+        jobs = [job for job in jobs if any(fnmatch.fnmatch(job.name, p) for p in only)]
     if out is not None:
         jobs = [dataclasses.replace(job, out=Path(out) / job.out.name) for job in jobs]
     missing = [job for job in jobs if not job.out.exists()]

@@ -89,6 +89,12 @@ def test_on_this_machine(file, capfd):
     assert err.endswith("lowprec: 2 of 4 runs failed: bad-seed0, bad-seed1\n")
 
 
+def test_only_some_of_its_runs(file):
+    result = run_campaign(file, out=file.parent / "runs", only=("low-seed1", "bad*0"))
+    assert list(result) == ["bad-seed0", "low-seed1"]
+    assert list(runs.load_runs(file.parent / "runs").name) == ["low-seed1"]
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -272,6 +278,7 @@ def test_each_run_sees_one_of_the_gpus_and_gives_it_back(file, monkeypatch):
     "words, says",
     [
         (["--gpus", "0"], "gpus=0 must be at least 1"),
+        (["--only", "low-*", "high-*"], "only='high-*' is no run here; they are called low-seed0"),
         (["--partition", "long"], "add --cluster slurm"),
         (["--cluster", "slurm", "--gpus-per-node", "2"], "gpus_per_node=2"),
         (["--cluster", "slurm"], "there is no Slurm here"),
