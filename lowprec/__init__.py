@@ -20,6 +20,16 @@ class UserError(Exception):
         return [f"lowprec: {self}"]
 
 
+def entry(main) -> None:
+    """Run the `main` of a module as a command: a `UserError` is its message and status 2."""
+    import sys
+
+    try:
+        main()
+    except UserError as error:
+        sys.exit(print(f"lowprec: {error}", file=sys.stderr) or 2)
+
+
 def __getattr__(name: str):
     if name == "sdpa":
         from lowprec.drop_in import sdpa

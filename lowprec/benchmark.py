@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowprec import UserError, runs
+from lowprec import UserError, entry, runs
 from lowprec.attention import PROBE_COLUMNS, attention
 
 TOKENS = 32_768
@@ -375,4 +375,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

@@ -102,7 +102,7 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
         changes = dict(changes)
         seeds = changes.pop("seeds", None)
         if not seeds or not isinstance(seeds, list) or len(set(map(str, seeds))) < len(seeds):
-            raise UserError(f"{where} has no seeds, or one twice; write seeds: [0, 1, 2]")
+            raise UserError(f"{where} must list its seeds, each once: seeds: [0, 1, 2]")
         values = {**(spec.get("train") or {}), **changes, **overrides}
         for name, value in [*values.items(), *(("seed", seed) for seed in seeds)]:
             _check(where, types, name, value)
@@ -120,8 +120,10 @@ def _read(path: Path) -> dict:
         raise UserError(f"there is no campaign file {path}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path.name} is not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(spec, dict) or set(spec) - set(KEYS) or not spec.get("arms"):
-        raise UserError(f"{path.name} must have the keys {', '.join(KEYS)} and at least one arm")
+    for key in set(spec if isinstance(spec, dict) else ()) - set(KEYS):
+        raise UserError(f"{path.name} has an unknown key {key}; it takes {', '.join(KEYS)}")
+    if not isinstance(spec, dict) or not spec.get("arms") or not spec.get("question"):
+        raise UserError(f"{path.name} must have a question and at least one arm")
     if not spec.get("predictions"):
         raise UserError(f"{path.name} has no predictions; write them before the runs")
     arms = spec["arms"].values() if isinstance(spec["arms"], dict) else [None]
@@ -136,6 +138,8 @@ def _check(where: str, types: dict[str, str], name: str, value) -> None:
         close = difflib.get_close_matches(str(name), types, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UserError(f"{where} sets unknown field {name}{hint}")
+    if "tuple" in types[name] and not isinstance(value, list | tuple | None):
+        raise UserError(f"{where}: {name}={value!r} is a list; write [{value}]")
     if isinstance(value, str) and "str" not in types[name]:
         raise UserError(f"{where}: {name}={value!r} is a text; write numbers as 2.0e-3")
 
@@ -156,8 +160,9 @@ def run_campaign(
 
     jobs = load_campaign(path, **overrides)
     for pattern in only:
-        if not fnmatch.filter([job.name for job in jobs], pattern):
-            raise UserError(f"only={pattern!r} is no run here; they are called {jobs[0].name}")
+        if not fnmatch.filter(names := [job.name for job in jobs], pattern):
+            known = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+            raise UserError(f"no run is called {pattern!r}; there are {known} (an arm is 'ARM-*')")
     if only:
         jobs = [job for job in jobs if any(fnmatch.fnmatch(job.name, p) for p in only)]
     if out is not None:
@@ -167,11 +172,22 @@ def run_campaign(
         load_tokens(at_root(tokens), verify=False)
     if gpus is not None and gpus < 1:
         raise UserError(f"gpus={gpus} must be at least 1")
-    result = {job.name: "recorded before" for job in jobs}
+    result = {job.name: "recorded before" + _otherwise(job) for job in jobs}
     if not missing:
         return result
     where = Local(missing, gpus) if slurm is None else Cluster(missing, gpus, slurm)
     return result | _watch(missing, where)
+
+
+def _otherwise(job: Job) -> str:
+    """What the configuration of a recorded run has otherwise than the campaign asks for now."""
+    if not job.out.exists():
+        return ""
+    then = json.loads((job.out / "run.json").read_text())["config"]
+    now = json.loads(job.spec())["config"]
+    ours = ("data", "device")  # recorded by name, and as it was chosen
+    differ = [k for k in then if k in now and k not in ours and then[k] != now[k]]
+    return ", with " + ", ".join(f"{k}={then[k]}, not {now[k]}" for k in differ) if differ else ""
 
 
 def _watch(jobs: list[Job], where: Local | Cluster) -> dict[str, str]:

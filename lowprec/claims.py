@@ -134,7 +134,7 @@ class Result:
             if self.profile in c.profile:
                 return f"not yet, {self.n} of {c.n} recorded" if self.n else "not recorded yet"
             return f"needs profile {' or '.join(c.profile)}"
-        need = f", {c.n} needed" if self.n < c.n else ""
+        need = f", {c.n:,} needed" if self.n < c.n else ""
         if self.value is None:
             return f"nothing to measure once all is recorded, n = {self.n:,}{need}"
         value = number(self.value, exact=True) if c.is_exact else self.text

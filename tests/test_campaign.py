@@ -93,6 +93,8 @@ def test_only_some_of_its_runs(file):
     result = run_campaign(file, out=file.parent / "runs", only=("low-seed1", "bad*0"))
     assert list(result) == ["bad-seed0", "low-seed1"]
     assert list(runs.load_runs(file.parent / "runs").name) == ["low-seed1"]
+    again = run_campaign(file, out=file.parent / "runs", only=("low-seed1",), eps=1e-5)
+    assert again == {"low-seed1": "recorded before, with eps=1e-08, not 1e-05"}
 
 
 @pytest.mark.parametrize(
@@ -156,8 +158,10 @@ def test_a_run_that_outlived_its_campaign_is_left_alone(file):
     [
         ("lr: -1.0", "lr: 2e-3", "arm bad: lr='2e-3' is a text"),
         ("lr: -1.0", "lrr: 1", "did you mean lr"),
-        ("seeds: [0, 1]", "seeds: [0, 0]", "or one twice"),
-        ("seeds: [0, 1]", "seeds: 3", "arm low has no seeds"),
+        ("seeds: [0, 1]", "seeds: [0, 0]", "arm low must list its seeds, each once"),
+        ("seeds: [0, 1]", "seeds: 3", "arm low must list its seeds, each once"),
+        ("lr: -1.0", "weights_at: 2", "weights_at=2 is a list; write"),
+        ("preset: tiny", "preset: tiny\narm: 1", "unknown key arm"),
         ("seeds: [0, 1]", "seeds: [zero]", "seed='zero' is a text"),
         ("low:", "../low:", "names folders"),
         ("{policy: LOW, seeds: [0, 1]}", "LOW", "must be settings"),
@@ -278,7 +282,10 @@ def test_each_run_sees_one_of_the_gpus_and_gives_it_back(file, monkeypatch):
     "words, says",
     [
         (["--gpus", "0"], "gpus=0 must be at least 1"),
-        (["--only", "low-*", "high-*"], "only='high-*' is no run here; they are called low-seed0"),
+        (
+            ["--only", "low-*", "high-*"],
+            "no run is called 'high-*'; there are low-seed0, bad-seed0,",
+        ),
         (["--partition", "long"], "add --cluster slurm"),
         (["--cluster", "slurm", "--gpus-per-node", "2"], "gpus_per_node=2"),
         (["--cluster", "slurm"], "there is no Slurm here"),

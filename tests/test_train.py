@@ -548,7 +548,7 @@ def test_recorded_runs_are_those_that_the_campaign_asks_for(name):
         (CAMPAIGN.replace("predictions: [p]", ""), "predictions"),
         (CAMPAIGN.replace("tiny", "huge"), "preset"),
         (CAMPAIGN.replace("lr: -1.0", "lrr: 1"), "did you mean lr"),
-        (CAMPAIGN.replace("seeds: [0]", "seeds: []"), "no seeds"),
+        (CAMPAIGN.replace("seeds: [0]", "seeds: []"), "list its seeds"),
         (CAMPAIGN.replace("arms:", "arm:"), "arms"),
         ("a: [", "YAML"),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lowprec import UserError, data, recorder, runs
+from lowprec import UserError, data, entry, recorder, runs
 from lowprec.model import GPT
 from lowprec.studies.directions import head_cosines
 from lowprec.studies.pairs import kept, load
@@ -40,7 +40,9 @@ def compare(folder, tokens, sequences: int = 4, device: str = "cpu") -> pd.DataF
         for step in kept(run):
             rows += _of_run(run, step, tokens, sequences, device)
     if not rows:
-        raise UserError(f"no run in {folder} has kept weights; set weights_at in its campaign")
+        raise UserError(
+            f"no run in {folder} has kept weights; record new ones, with weights_at in the campaign"
+        )
     return pd.concat(rows)[list(COLUMNS)].astype(COLUMNS).reset_index(drop=True)
 
 
@@ -77,4 +79,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from lowprec import UserError, runs
+from lowprec import UserError, entry, runs
 from lowprec.formats import BF16, Format, round_to, ulp
 from lowprec.studies.mixed import ARMS, LossScale, Optimiser, per_seed, product, store
 from lowprec.studies.small import TASKS
@@ -316,4 +316,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lowprec import UserError, recorder, runs
+from lowprec import UserError, entry, recorder, runs
 from lowprec.train import pick_device
 
 COLUMNS = {
@@ -167,4 +167,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

@@ -24,7 +24,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowprec import UserError, runs
+from lowprec import UserError, entry, runs
 from lowprec.attention import attention, trace
 from lowprec.capture import Capture
 from lowprec.formats import BF16, round_to, ulp
@@ -347,4 +347,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)
