@@ -27,7 +27,8 @@ def entry(main) -> None:
     try:
         main()
     except UserError as error:
-        sys.exit(print(f"lowprec: {error}", file=sys.stderr) or 2)
+        print(f"lowprec: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def __getattr__(name: str):

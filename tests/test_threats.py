@@ -415,13 +415,15 @@ def test_with_pytorchs_output_it_is_delta(recorded):
 
 
 def test_pytorch_chose_its_flash_kernel(recorded):
-    """`sdpa` leaves the choice to PyTorch, which may be cuDNN; `sdpa_forward` asks for flash."""
+    """`sdpa` leaves the choice to PyTorch, which may be cuDNN; the hybrids ask for flash."""
     first = {
         arm: {run.seed: run.metrics.loss[0] for run in chosen(recorded, campaign, arm)}
         for campaign, arm in (("production", "sdpa"), ("halves", "torch_o"), ("mini", "fa2"))
     }
     for seed, loss in first["torch_o"].items():
         assert first["sdpa"][seed] == loss != first["fa2"][seed], MEND
+    for run in recorded["swapped"].run:
+        assert run.metrics.loss[0] == first["sdpa"][run.seed], MEND
 
 
 def test_less_patience_counts_one_more_run_of_pytorch(recorded, monkeypatch):
