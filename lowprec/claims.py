@@ -87,7 +87,7 @@ class Claim:
         return self.operator == "==" and not float(self.threshold).is_integer()
 
     def verdict_on(self, value, n: int, interval=None, profile: str = "recorded",
-                   complete: bool = False) -> str:  # fmt: skip
+                   complete: bool = False, settled: bool = False) -> str:  # fmt: skip
         """The verdict that the rule gives for a measured value; see the module's docstring."""
         if profile not in self.profile:
             return "not run"
@@ -95,7 +95,7 @@ class Claim:
             return "inconclusive" if complete else "not run"
         if not math.isfinite(value):
             raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
-        if n < self.n:
+        if n < self.n and not settled:
             return "inconclusive"
         if interval is not None and interval[0] < self.threshold < interval[1]:
             return "inconclusive"
@@ -134,7 +134,9 @@ class Result:
             if self.profile in c.profile:
                 return f"not yet, {self.n} of {c.n} recorded" if self.n else "not recorded yet"
             return f"needs profile {' or '.join(c.profile)}"
-        need = f", {c.n:,} needed" if self.n < c.n else ""
+        need = ""
+        if self.n < c.n:
+            need = f", {c.n:,} needed" if self.verdict == "inconclusive" else f" of {c.n:,}"
         if self.value is None:
             return f"nothing to measure once all is recorded, n = {self.n:,}{need}"
         value = number(self.value, exact=True) if c.is_exact else self.text
@@ -224,15 +226,19 @@ def parse(entry: dict) -> Claim:
     return Claim(**entry)
 
 
-def check(id: str, value, n: int, interval=None, profile: str = "recorded", note: str | None = None,
-          path: Path | None = None, complete: bool = False) -> Result:  # fmt: skip
+def check(
+    id: str, value, n: int, interval=None, profile: str = "recorded", note: str | None = None,
+    path: Path | None = None, complete: bool = False, settled: bool = False,
+) -> Result:  # fmt: skip
     """Judge a claim of claims.yml by its measured value.
 
     value: the claim's metric (a number or a bool), None while what it needs is not recorded. n:
     observations behind it. interval: (low, high) of the value, inconclusive when the threshold lies
     inside. note: a sentence shown below. complete: every run that the claim asks for is recorded;
     one that finds nothing to measure in them, such as a share of the exploded runs where none has
-    exploded, is then inconclusive and no longer not run.
+    exploded, is then inconclusive and no longer not run. settled: no observation that is still to
+    come can change the verdict, as after the first explosion where none was to be; n may then be
+    too small.
     Raises `UserError` for an unknown id and for a value that is not finite. A reader who changes a
     parameter may well get another verdict than the recorded one; a page of the book may not, and
     `lowprec.notebook.execute` sees to that with `compare`.
@@ -242,7 +248,9 @@ def check(id: str, value, n: int, interval=None, profile: str = "recorded", note
         close = difflib.get_close_matches(id, claims, n=1)
         raise UserError(f"there is no claim {id!r}" + (f": did you mean {close[0]!r}?" if close else
                                                        " in book/claims.yml"))  # fmt: skip
-    return _result(claims[id], value, n, interval, profile, note, True, complete)
+    return _result(
+        claims[id], value, n, interval, profile, note, True, complete=complete, settled=settled
+    )
 
 
 def compare(records: list[dict], path: Path | None = None) -> None:
@@ -267,11 +275,11 @@ def judge(hypothesis: dict, value, n: int, interval=None, profile: str = "record
     return _result(claim, value, n, interval, profile, note, False)
 
 
-def _result(claim, value, n, interval, profile, note, registered, complete=False) -> Result:
+def _result(claim, value, n, interval, profile, note, registered, **how) -> Result:
     value = value.item() if hasattr(value, "item") else value
     if interval is not None:
         interval = float(interval[0]), float(interval[1])
-    verdict = claim.verdict_on(value, int(n), interval, profile, complete)
+    verdict = claim.verdict_on(value, int(n), interval, profile, **how)
     if verdict == "not run" or not n:
         value = interval = None
     return Result(claim, verdict, value, int(n), interval, profile, note, registered)

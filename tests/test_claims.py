@@ -96,6 +96,13 @@ def test_with_all_recorded_and_nothing_to_measure_a_claim_is_inconclusive(regist
     assert claims.check("bias", -1, 8, path=path, complete=True).verdict == "supported"
 
 
+def test_what_nothing_can_change_is_judged_early(registry):
+    path = registry(ENTRY)
+    assert claims.check("bias", 1, 2, path=path).verdict == "inconclusive"
+    early = claims.check("bias", 1, 2, path=path, settled=True)
+    assert early.verdict == "refuted" and "n = 2 of 8" in early.measured()
+
+
 def test_a_verdict_other_than_the_recorded_one_stops_the_build(registry):
     path = registry(ENTRY)
     assert claims.check("bias", -1, 8, path=path).verdict == "supported"

@@ -25,10 +25,10 @@ THREATS = (BOOK / "threats.md").read_text()
 PAGES = ("how_to_read", "threats", "shelf")
 CAMPAIGNS = (
     "mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2",
-    "specimens", "remedies", "rivals", "halves", "swapped", "alike",
+    "specimens", "remedies", "rivals", "halves", "swapped", "alike", "ties",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
-WAITING = ("paper", "sites", "ties")
+WAITING = ("paper", "sites", "held")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
 """Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""
@@ -264,7 +264,7 @@ def test_sizes(recorded):
         for config in (run.info["config"] for run in table.run):
             assert config["batch_size"] * config["block_size"] == 32768, MEND
             assert config["n_layer"] == (12 if name in LARGE else 6), MEND
-    six = "mini origin production drift layers remedies rivals halves swapped alike"
+    six = "mini origin production drift layers remedies rivals halves swapped alike ties"
     for name in six.split():
         assert {run.info["config"]["lr"] for run in recorded[name].run} == {4e-3}, MEND
     large = recorded["explosion"].run.iloc[0].info["config"]
@@ -352,6 +352,7 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         "halves": set(),
         "swapped": set(),
         "alike": set(),
+        "ties": set(),
         "mini": set(),
         "drift": set(),
         "layers": set(),
@@ -364,12 +365,12 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         there = set(zip(recorded[name].arm, recorded[name].seed, strict=True))
         assert there <= planned and planned - there == waiting, MEND
     table = recorded["rivals"]
-    arms = "beta2 beta7 beta2_floor beta7_floor dither gate o_split qk_norm"
+    arms = "beta2 beta7 beta2_floor beta7_floor clip_01 decay dither eps_1e5 gate o_split qk_norm"
     seeds = table.groupby("arm").seed.nunique()
     assert dict(seeds) == dict.fromkeys(arms.split(), 4), MEND
     seeds = recorded["production"].groupby("arm").seed.nunique()
     assert dict(seeds) == {"sdpa": 8, "fa2_o_fp32": 8, "fp32": 4, "fa2_tile128": 4}, MEND
-    for name in ("remedies", "halves", "swapped", "alike"):
+    for name in ("remedies", "halves", "swapped", "alike", "ties"):
         assert set(recorded[name].groupby("arm").seed.nunique()) == {4}, MEND
     assert len(recorded["layers"]) == 18 and set(recorded["layers"].seed) == {1, 4}, MEND
 
