@@ -59,6 +59,14 @@ def test_what_is_early_or_after_the_onset_does_not_count():
 def test_a_lag_between_probes_is_refused():
     with pytest.raises(UserError, match="lag=70 must be a multiple of 50"):
         take_offs(made_up(), lag=70)
+    with pytest.raises(UserError, match="every=70 must be a multiple of 50"):
+        take_offs(made_up(), lag=70, every=70)
+
+
+def test_take_offs_on_a_coarser_grid():
+    run = made_up(h2=(799, 3))
+    assert take_offs(run, lag=200, every=200).step.tolist() == [999]
+    assert take_offs(run, lag=200, every=100).step.tolist() == [899]
 
 
 def test_over_the_healthy_run_at_the_last_common_probe():

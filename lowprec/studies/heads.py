@@ -31,17 +31,23 @@ def norms(run, of: str = "sigma_q") -> pd.DataFrame:
     return table.loc[: end_of(run) - 1]
 
 
-def take_offs(run, factor: float = 2.0, lag: int = 100, settled: int = 600) -> pd.DataFrame:
+def take_offs(
+    run, factor: float = 2.0, lag: int = 100, settled: int = 600, every: int | None = None
+) -> pd.DataFrame:
     """The heads whose σ(W_Q) becomes more than `factor` times what it was `lag` steps earlier.
 
-    Only from step `settled` on and before the onset. Columns layer, head, step (of the first such
-    probe), in this order of steps; of equals the one that grows faster first.
-    Raises `UserError` if the run's probes are too far apart for `lag`.
+    Only from step `settled` on and before the onset. every: look at probes so many steps apart, all
+    by default; runs that are to be compared need the same. Columns layer, head, step (of the first
+    such probe), in this order of steps; of equals the one that grows faster first.
+    Raises `UserError` if the run's probes are too far apart for `lag` or `every`.
     """
-    every = run.info["config"]["probe_every"]
-    if lag < 1 or lag % every:
-        raise UserError(f"{run.name}: lag={lag} must be a multiple of {every}, a probe's steps")
+    apart = run.info["config"]["probe_every"]
+    every = every or apart
+    if lag < 1 or lag % every or every % apart:
+        wrong, of = (f"every={every}", apart) if every % apart else (f"lag={lag}", every)
+        raise UserError(f"{run.name}: {wrong} must be a multiple of {of}, a probe's steps")
     sigma = norms(run)
+    sigma = sigma[(sigma.index + 1) % every == 0]
     ratio = (sigma / sigma.shift(lag // every)).loc[settled:]
     above = (ratio > factor).loc[:, (ratio > factor).any()]
     found = [(*head, step, ratio.at[step, head]) for head, step in above.idxmax().items()]
