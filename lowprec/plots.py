@@ -134,12 +134,15 @@ def label_cells(ax, cells, values, text, fontsize=9) -> None:
 
 def draw_outcomes(ax, arms: dict) -> None:
     """A row for each arm, a mark for each run: a disc at the onset of its explosion, a ring at the
-    last step at which a run without one was watched. Arms with layers of their own are in ink.
+    last step at which a run without one was watched. Arms with layers of their own are in ink,
+    those whose δ reads the output of PyTorch's kernel in green.
 
     arms: label to `lowprec.survival.Arm`, from top to bottom.
     """
     for y, arm in enumerate(arms.values()):
         tint = INK if arm.config.layers else colour(arm.config.policy)
+        if arm.config.impl.startswith("sdpa") and tint == COLOURS["FA2"]:
+            tint = SPARE[0]
         if not arm.n:
             end = arm.config.steps
             words = dict(va="center", ha="right", fontsize=9, alpha=0.7)

@@ -103,7 +103,7 @@ def test_a_figure_that_would_not_serve_is_refused(changes, sentence):
 
 def test_outcomes_tell_exploded_censored_and_missing_runs_apart():
     def arm(policy, runs, layers=()):
-        config = SimpleNamespace(policy=policy, layers=layers, steps=7000)
+        config = SimpleNamespace(policy=policy, layers=layers, steps=7000, impl="auto")
         return survival.Arm("a", config, (0, 1), runs)
 
     runs = pd.DataFrame(dict(seed=[0, 1], duration=[2000, 7000], exploded=[True, False]))
