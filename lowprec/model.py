@@ -74,8 +74,8 @@ class GPTConfig:
                 known = False
             if not known:
                 raise UserError(
-                    f"layers: {key!r} is not a layer from 0 to {self.n_layer - 1} or *, with heads "
-                    f"from 0 to {self.n_head - 1} after a slash; write 1 or 1/0,6,7 or */0"
+                    f"layers: {key!r} is not a layer below {self.n_layer} or *, with heads below "
+                    f"{self.n_head} after a slash; write 1 or 1/0,6,7 or */0"
                 )
             for head in chosen if applies else ():
                 policies[head] = str(PrecisionPolicy.parse(policy))
