@@ -80,7 +80,7 @@ def campaign(argv: list[str]) -> None:
         path: tyro.conf.Positional[Path],
         gpus: int | None = None,
         out: Path | None = None,
-        only: tuple[str, ...] = (),
+        only: tuple[str, ...] = ("*",),
         cluster: Literal["local", "slurm"] = "local",
         slurm: Slurm = Slurm(),  # noqa: B008
     ):
@@ -95,6 +95,8 @@ def campaign(argv: list[str]) -> None:
         """
         if cluster == "local" and slurm != Slurm():
             raise UserError("these options are for a cluster; add --cluster slurm")
+        if not only:
+            raise UserError("--only wants the names of runs, as in --only 'low-*' fa2-seed0")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the runs
         results = run_campaign(path, gpus, out, slurm if cluster == "slurm" else None, only)
         for name, result in results.items():

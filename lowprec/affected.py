@@ -61,7 +61,8 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
         delta_bias, delta_low, delta_high: sum eps / sum |eps|, with a 95 % interval from blocks
             of rows; eps is the delta that the backward reads less the exact one
         share, common, tv: see above; key_share: |mean key| / rms |key|; alarm: bool
-    Exact is float64, on the q, k, v and do that attention got.
+    Exact is float64, on the q, k, v and do that attention got. Raises `UserError` for a path that
+    is none of these, a model without causal attention, too little text, or one that has failed.
     """
     if sequences < 1 or length < 1:
         raise UserError(f"sequences={sequences} and length={length} must be at least 1")
@@ -120,6 +121,11 @@ def _measure(call) -> dict[str, torch.Tensor]:
     call: layer, policy, scale, tile; q, k, v, do (B, H, T, D) as attention reads them; full_q,
     full_k before they were rounded; norms, from a part of dq to the norms of its W_Q gradients.
     """
+    if not all(x.isfinite().all() for x in (call.q, call.k, call.v, call.do)):
+        raise UserError(
+            f"attention of layer {call.layer} has numbers that are not finite: the model has "
+            "failed already; give a checkpoint or a capture from before that"
+        )
     parts = [_sequence(call, slice(b, b + 1)) for b in range(len(call.q))]
     seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     eps, full_k = seen["eps"], call.full_k.double()
@@ -308,7 +314,7 @@ def _transformers(path: Path, seed: int):
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise UserError("a model needs transformers: pip install -e '.[transformers]'") from None
-    weights = path.is_dir() and any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    weights = any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
     try:
         if weights:
             kind = dict(dtype=torch.float32, local_files_only=True)

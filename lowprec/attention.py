@@ -6,6 +6,7 @@ compile everything around attention but cannot move, fuse or remove a rounding i
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -36,7 +37,8 @@ def attention(
     policy: a PrecisionPolicy or its text, e.g. "LOW+delta_from=o_fp32".
     scale: defaults to 1/sqrt(head_dim). tile: keys per rounding block, None for the whole row.
     impl: "auto" is triton on CUDA and emulate elsewhere; "oracle" is float64 and ignores the
-        policy; "sdpa" is PyTorch's own kernel, whose roundings cannot be set (policy must be FA2);
+        policy; "sdpa" is PyTorch's own kernel, whose roundings cannot be set (policy must be FA2):
+        its flash kernel for 16-bit numbers on CUDA, elsewhere the one that PyTorch chooses;
         "sdpa_forward" is the output of its flash kernel with our backward pass, so the policy may
         differ from FA2 in where delta comes from; "sdpa_backward" is its flash kernel both ways,
         and delta_from="o_redrawn" hands its backward our output, rounded at random, for its own.
@@ -50,9 +52,12 @@ def attention(
         None if probe is None else tuple(probe.shape), q.shape[1],
     )  # fmt: skip
     if impl == "sdpa":
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale
-        )
+        # PyTorch may prefer cuDNN's kernel, another program. Flash takes no FP32, nor does cuDNN.
+        choice = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if choice else nullcontext():
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, scale=scale
+            )
     return _attention(q, k, v, probe, policy, causal, scale, tile or 0, impl, seed)[0]
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec import UserError, entry, runs
 from lowprec.attention import PROBE_COLUMNS, attention
@@ -101,14 +102,13 @@ class Inputs:
         self.case, self.released = case, released
 
     def forward(self):
+        case, inputs = self.case, (self.q, self.k, self.v)
         if self.released is not None:
-            return self.released(self.q, self.k, self.v)
-        case, sdpa = self.case, self.case.impl in SDPA
-        with sdpa_kernel(SDPA[case.impl]) if sdpa else contextlib.nullcontext():
-            return attention(
-                self.q, self.k, self.v, case.policy, tile=case.tile, probe=self.probe,
-                impl="sdpa" if sdpa else case.impl,
-            )  # fmt: skip
+            return self.released(*inputs)
+        if case.impl in SDPA:
+            with sdpa_kernel(SDPA[case.impl]):
+                return scaled_dot_product_attention(*inputs, is_causal=True)
+        return attention(*inputs, case.policy, tile=case.tile, probe=self.probe, impl=case.impl)
 
     def backward(self, o):
         leaves = [x for x in (self.fused, self.probe) if x is not None]

@@ -238,10 +238,7 @@ def load_tokens(path: Path | str, vocabulary: str = VOCABULARY, verify: bool = T
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
-        raise UserError(
-            f"there are no token shards at {path}; make them with "
-            "`python -m lowprec data prepare pysource`."
-        )
+        raise UserError(f"there are no token shards at {path}{_instead(path)}.")
     opened = [open_shard(file) for file in files]
     first = opened[0][1]
     for index, (file, (_, header)) in enumerate(zip(files, opened, strict=True)):
@@ -258,6 +255,17 @@ def load_tokens(path: Path | str, vocabulary: str = VOCABULARY, verify: bool = T
     if verify:
         _verify(files, opened)
     return Tokens(first["corpus"], first["vocabulary"], first["corpus_sha256"], shards)
+
+
+def _instead(path: Path) -> str:
+    """What to do about a path without shards: make those of a corpus, or name another path."""
+    if path.name in (*known_corpora(), *HUB):
+        return f"; make them with `python -m lowprec data prepare {path.name}`"
+    return (
+        (", where there is a folder" if path.is_dir() else ", a path that does not exist")
+        + "; name a .safetensors shard or a folder of shards, as `python -m lowprec data prepare` "
+        "writes them"
+    )
 
 
 def open_shard(path: Path) -> tuple[np.ndarray, dict[str, str]]:

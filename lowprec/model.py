@@ -51,6 +51,9 @@ class GPTConfig:
     logit_softcap: float = 0.0
 
     def __post_init__(self):
+        for name in ("n_layer", "n_head", "n_embd", "block_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
         if self.n_embd % self.n_head:
             raise UserError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
         for layer in range(self.n_layer):
@@ -64,7 +67,9 @@ class GPTConfig:
             try:
                 chosen = [int(h) for h in heads.split(",")] if heads else range(self.n_head)
                 applies = where == "*" or int(where) == layer
-                known = (where == "*" or int(where) < self.n_layer) and max(chosen) < self.n_head
+                known = (where == "*" or 0 <= int(where) < self.n_layer) and all(
+                    0 <= head < self.n_head for head in chosen
+                )
             except ValueError:
                 known = False
             if not known:

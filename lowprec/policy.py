@@ -182,7 +182,7 @@ class PrecisionPolicy:
                     f"{', '.join(choices)}"
                 )
         if not 0 <= self.l_floor < float("inf"):
-            raise UserError(f"policy field l_floor: {self.l_floor} must be 0 (off) or positive")
+            raise UserError(f"policy field l_floor: {self.l_floor} must be finite, 0 (off) or more")
         if not abs(self.delta_bias) < float("inf"):
             raise UserError(f"policy field delta_bias: {self.delta_bias} must be finite; 0 is off")
 
@@ -193,7 +193,10 @@ class PrecisionPolicy:
             raise UserError(f"policy field {name}: {error}") from None
 
     def replace(self, **fields) -> PrecisionPolicy:
-        """A copy with some fields changed: `LOW.replace(o_acc="fp32")`."""
+        """A copy with some fields changed: `LOW.replace(o_acc="fp32")`.
+
+        Raises `UserError` naming a field that is unknown or cannot have that value.
+        """
         for name in fields:
             if name not in FIELDS:
                 close = difflib.get_close_matches(name, FIELDS, n=1)
@@ -228,7 +231,11 @@ class PrecisionPolicy:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, text: str | PrecisionPolicy) -> PrecisionPolicy:
-        """Read "LOW", "SAFE", "LOW+delta_from=o_fp32" or "ALL_FP32 + o=bf16:stochastic"."""
+        """Read "LOW", "SAFE", "LOW+delta_from=o_fp32" or "ALL_FP32 + o=bf16:stochastic".
+
+        Of two changes of one field the later wins. Raises `UserError` for an unknown base, field
+        or value.
+        """
         if isinstance(text, PrecisionPolicy):
             return text
         base, *changes = re.split(r"\s*\+\s*(?=[A-Za-z_]+\s*=)", str(text).strip())

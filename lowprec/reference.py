@@ -157,10 +157,9 @@ def shifted_max(r, s, shift, rnd):
     if shift.kind == "mute":  # exp(s - 1e30) is 0, and unlike inf - inf, 1e30 - 1e30 is 0 too
         return torch.where(tied & (r > shift.amplitude), 1e30, r)
     if shift.kind == "beta":
-        r = torch.where(
+        return torch.where(
             tied & (r > 0), shift.beta * r, torch.where(tied & (r < 0), shift.gamma * r, r)
         )
-        return r
     if shift.kind == "offset":
         return r + shift.amplitude
     if shift.kind == "dither":

@@ -165,7 +165,7 @@ def _read_table(path: Path, columns) -> pd.DataFrame:
 
 
 def load_run(path) -> Run:
-    """Read a run folder and check that its tables are whole."""
+    """Read a run folder; raises `UserError` if it is none, or not whole."""
     path = Path(path)
     file = path / "run.json"
     if not path.is_dir():
@@ -192,6 +192,7 @@ def load_runs(campaign) -> pd.DataFrame:
 
     exploded counts confirmed explosions only; `duration` is the onset or, for a run that did not
     explode, the last step at which it could still have been seen to (censored).
+    campaign: its name in data/runs, or its folder. Raises `UserError` for one without runs.
     """
     folder = data_root() / "runs" / campaign if isinstance(campaign, str) else Path(campaign)
     paths = sorted(p.parent for p in folder.glob("[!.]*/run.json"))  # not unfinished ones

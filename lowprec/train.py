@@ -111,8 +111,8 @@ class TrainConfig:
     with a loss scale, which skips the steps whose gradient (grad_norm) is not finite"""
 
     def __post_init__(self):
-        PrecisionPolicy.parse(self.policy)
-        for name in ("steps", "batch_size", "block_size", "probe_every", "lr_steps"):
+        self.model()  # raises for what no model can have
+        for name in ("steps", "batch_size", "probe_every", "lr_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1")
         if self.micro_batch is not None and self.micro_batch < 1:
@@ -233,6 +233,7 @@ def processes(config: TrainConfig):
 
 
 def pick_device(device: str) -> str:
+    """The device that "auto" means; raises `UserError` for a GPU that is not there."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
@@ -243,14 +244,18 @@ def pick_device(device: str) -> str:
 @contextlib.contextmanager
 def deterministic():
     """TF32 off, deterministic algorithms on, and back again."""
-    before = torch.are_deterministic_algorithms_enabled()
+    memory = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # only costs time
+    memory.fill_uninitialized_memory = False  # only costs time
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
+        torch.set_float32_matmul_precision(precision)
 
 
 @contextlib.contextmanager

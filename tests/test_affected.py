@@ -205,3 +205,11 @@ def test_too_little_text(hub, tmp_path):
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(UserError, match="has 5 tokens"):
         affected.probe(small(hub, "gpt2"), tmp_path / "a.txt")
+
+
+def test_a_model_that_has_failed_is_no_model_without_alarm():
+    model = GPT(dataclasses.replace(PRESETS["tiny"].model(), n_layer=1))
+    with torch.no_grad():
+        model.blocks[0].qkv.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match="layer 0 has numbers that are not finite"):
+        affected.probe(model, sequences=2, length=64)

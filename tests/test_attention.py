@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import family
 from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
@@ -162,6 +163,36 @@ def test_errors_before_any_work(how, word):
         attention(q, k, v, **how)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sdpa_is_the_flash_kernel_where_cudnn_has_one(monkeypatch, device, dtype):
+    kernels = torch.backends.cuda
+    allowed = []
+
+    def spy(q, k, v, is_causal, scale):
+        allowed.append((kernels.flash_sdp_enabled(), kernels.cudnn_sdp_enabled()))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 16, 16, device=device, dtype=dtype)
+        attention(q, q, q, FA2, impl="sdpa")
+    assert allowed == [(True, device == "cpu" or dtype == torch.float32)]
+    assert kernels.cudnn_sdp_enabled()
+
+
+@pytest.mark.gpu
+def test_sdpa_gives_the_numbers_of_the_flash_kernel():
+    """Though another kernel is asked for outside, and also under torch.compile."""
+    inputs = family("tied", (2, 3, 256, 64), device="cuda")
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, FA2, impl="sdpa"))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        got, traced = run(inputs, FA2, impl="sdpa"), compiled(*inputs[:3])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        wanted = F.scaled_dot_product_attention(*inputs[:3], is_causal=True)
+    assert torch.equal(got[0], wanted) and torch.equal(traced, wanted)
+
+
 def test_auto():
     assert resolve_impl("auto", "cpu") == "emulate" and resolve_impl("auto", "cuda") == "triton"
 
@@ -188,5 +219,4 @@ def test_compiled_model_gives_the_eager_roundings(policy, impl):
     got, eager = (o, *(t.grad for t in leaves)), run(inputs, policy, impl=impl)
     assert all(torch.equal(a, b) for a, b in zip(got, eager, strict=True))
     if impl.startswith("sdpa"):
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            assert torch.equal(o, run(inputs, FA2, impl="sdpa")[0])
+        assert torch.equal(o, run(inputs, FA2, impl="sdpa")[0])

@@ -1,9 +1,11 @@
 """What of the benchmark runs without a GPU."""
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
-from lowprec import UserError
-from lowprec.benchmark import Case, floors, need_gpu, training_step
+from lowprec import UserError, benchmark
+from lowprec.benchmark import Case, Inputs, floors, need_gpu, training_step
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2)
 
@@ -12,6 +14,23 @@ SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2)
 def test_a_training_step_is_timed(policy, impl):
     row = training_step(policy, impl, steps=2, device="cpu", **SMALL)
     assert (row["policy"], row["impl"]) == (policy, impl) and row["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("impl", ["flash", "cudnn"])
+def test_a_kernel_of_pytorch_is_the_one_that_is_timed(monkeypatch, impl):
+    kernels, allowed = torch.backends.cuda, []
+
+    def spy(q, k, v, is_causal):
+        on = dict(flash=kernels.flash_sdp_enabled(), cudnn=kernels.cudnn_sdp_enabled())
+        allowed.extend(name for name in on if on[name])
+
+    monkeypatch.setattr(benchmark, "scaled_dot_product_attention", spy)
+    x = object.__new__(Inputs)  # whose __init__ needs a GPU
+    with FakeTensorMode():
+        x.q = x.k = x.v = torch.empty(1, 2, 16, 16, device="cuda", dtype=torch.bfloat16)
+        x.case, x.released = Case(impl=impl), None
+        x.forward()
+    assert allowed == [impl]
 
 
 def test_a_floor_is_linear_in_its_ceiling():
@@ -24,8 +43,6 @@ def test_a_floor_is_linear_in_its_ceiling():
 
 
 def test_without_a_gpu_it_says_so():
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(UserError, match="needs an NVIDIA GPU"):

@@ -286,6 +286,8 @@ def test_each_run_sees_one_of_the_gpus_and_gives_it_back(file, monkeypatch):
             ["--only", "low-*", "high-*"],
             "no run is called 'high-*'; there are low-seed0, bad-seed0,",
         ),
+        (["--only"], "--only wants the names of runs, as in --only 'low-*' fa2-seed0"),
+        (["--only", "--gpus", "1"], "--only wants the names of runs"),
         (["--partition", "long"], "add --cluster slurm"),
         (["--cluster", "slurm", "--gpus-per-node", "2"], "gpus_per_node=2"),
         (["--cluster", "slurm"], "there is no Slurm here"),

@@ -345,9 +345,15 @@ def test_missing_shards_and_another_vocabulary(shards, tmp_path):
     (shards / "003.safetensors").unlink()
     with pytest.raises(UserError, match="has 3 of 4 shards"):
         data.load_tokens(shards)
-    for absent in (tmp_path / "none", tmp_path):
-        with pytest.raises(UserError, match="no token shards at"):
+    for absent, why in {
+        tmp_path / "none": ", a path that does not exist; name a .safetensors shard or a folder",
+        tmp_path: ", where there is a folder; name a .safetensors shard or a folder",
+        tmp_path / "pysource": "; make them with `python -m lowprec data prepare pysource`.",
+        tmp_path / "fineweb": "; make them with `python -m lowprec data prepare fineweb`.",
+    }.items():
+        with pytest.raises(UserError, match="no token shards at") as error:
             data.load_tokens(absent)
+        assert f"{absent}{why}" in str(error.value)
 
 
 # Batches

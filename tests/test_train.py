@@ -23,7 +23,7 @@ from lowprec.capture import Capture
 from lowprec.model import GPT, GPTConfig
 from lowprec.probes import spectral_norms
 from lowprec.recorder import Recorder
-from lowprec.train import PRESETS, TrainConfig, learning_rate, processes, train
+from lowprec.train import PRESETS, TrainConfig, deterministic, learning_rate, processes, train
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=4, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu")  # fmt: skip
@@ -488,7 +488,9 @@ def test_the_rolling_captures_before_an_explosion_stay(tmp_path, monkeypatch):
      (dict(capture_layer=5), "capture_layer=5"), (dict(capture_heads=(2,)), "capture_heads"),
      (dict(capture_keep=0), "capture_keep=0"), (dict(impl="sdpa", capture_at=(1,)), "sdpa"),
      (dict(amp="fp8"), "amp='fp8'"), (dict(amp="fp16", capture_at=(1,)), "BF16 or FP32"),
-     (dict(weights_at=(5,)), "weights_at")],
+     (dict(weights_at=(5,)), "weights_at"), (dict(layers={"-1": "LOW"}), "layers: '-1'"),
+     (dict(layers={"0/-1": "LOW"}), "layers: '0/-1'"), (dict(n_head=0), "n_head=0 must be"),
+     (dict(n_layer=0), "n_layer=0 must be"), (dict(n_embd=33), "n_embd=33 must be a multiple")],
 )  # fmt: skip
 def test_settings_that_cannot_be(tmp_path, changes, word):
     with pytest.raises(UserError, match=word):
@@ -496,10 +498,26 @@ def test_settings_that_cannot_be(tmp_path, changes, word):
     assert not any(tmp_path.iterdir())
 
 
+def test_deterministic_puts_everything_back():
+    def state():
+        return (
+            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        )  # fmt: skip
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with deterministic():
+            assert state() == ("highest", True, False)
+        assert state() == ("high", False, True)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_every_committed_campaign_can_be_started():
     for file in (runs.data_root() / "runs").glob("*/campaign.yaml"):
-        for job in campaign.load_campaign(file):
-            job.config.model()
+        assert campaign.load_campaign(file)  # which also makes each model's configuration
 
 
 CAMPAIGN = """

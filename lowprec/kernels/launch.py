@@ -104,10 +104,12 @@ def blocks(kernel: str, d: int, n: int, tile: int, dtype) -> dict:
 
 
 def last_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it if its last dimension, which the kernels walk along, is strided."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 
 def strides(*tensors: torch.Tensor) -> list[int]:
+    """Those of batch, head and row of each tensor, in elements; the last one is 1."""
     return [s for x in tensors for s in x.stride()[:3]]
 
 
