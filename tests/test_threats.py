@@ -416,7 +416,7 @@ def test_with_pytorchs_output_it_is_delta(recorded):
 
 
 def test_pytorch_chose_its_flash_kernel(recorded):
-    """`sdpa` leaves the choice to PyTorch, which may be cuDNN; the hybrids ask for flash."""
+    """When these runs were made `sdpa` left the choice to PyTorch, which may be cuDNN."""
     first = {
         arm: {run.seed: run.metrics.loss[0] for run in chosen(recorded, campaign, arm)}
         for campaign, arm in (("production", "sdpa"), ("halves", "torch_o"), ("mini", "fa2"))
