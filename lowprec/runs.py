@@ -56,6 +56,12 @@ def window_mean(loss: np.ndarray, window: int = WINDOW) -> np.ndarray:
     return (total[1:] - total[start]) / (np.arange(1, len(total)) - start)
 
 
+def excess(loss) -> np.ndarray:
+    """By how much the mean loss is above its lowest so far, in nats, at each step.  (steps,)"""
+    mean = window_mean(loss)
+    return mean - np.minimum.accumulate(mean)
+
+
 def find_explosion(loss) -> Explosion | None:
     """The first explosion in a loss per step, or None; a rise that comes back is a spike."""
     loss = np.asarray(loss, dtype=float)

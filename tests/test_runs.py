@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lowprec import UserError, runs
-from lowprec.runs import find_explosion, load_run, load_runs, window_mean
+from lowprec.runs import excess, find_explosion, load_run, load_runs, window_mean
 
 CALM = 1.0 + 2.0 * np.exp(-np.arange(2000) / 200)
 
@@ -59,6 +59,12 @@ def test_window_mean_is_trailing():
     values = np.random.default_rng(0).normal(size=200)
     mean = window_mean(values)
     assert mean[120] == pytest.approx(values[71:121].mean()) and mean[0] == values[0]
+
+
+def test_excess_is_measured_from_the_lowest_mean_so_far():
+    above = excess([3.0] * 100 + [2.0] * 100 + [2.5] * 100 + [1.0] * 100)
+    assert above.min() == 0 and above.max() == pytest.approx(0.5)
+    assert above[249] == pytest.approx(0.5) and above[199] == above[-1] == 0
 
 
 @pytest.fixture

@@ -239,8 +239,7 @@ def rises(run, rise, monkeypatch):
 
 def excess(run, settled=600):
     """By how much the mean loss is above its lowest so far, from step `settled` on."""
-    mean = runs.window_mean(run.metrics.loss)
-    return (mean - np.minimum.accumulate(mean))[settled:]
+    return runs.excess(run.metrics.loss)[settled:]
 
 
 def test_one_corpus_one_generation_of_gpu_our_kernels(recorded):
