@@ -93,7 +93,7 @@ class Shift:
     every row that sees two keys. It needs l_floor: then o is 0 / l_floor = 0 and the row adds
     nothing to any gradient; without, o is 0 / 0 = NaN. Tiled, a block that is muted mutes its row.
     "beta" with l_floor=1e-10 fades rows out: two ties alone from (beta - 1) r = ln(2e10) = 23.7 on,
-    and later the more other keys count.
+    or (gamma - 1) r where r < 0, and later the more other keys count.
     """
 
     kind: str = "none"

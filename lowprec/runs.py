@@ -97,6 +97,11 @@ class Run:
         return self.info["config"]["seed"]
 
     @property
+    def final_loss(self) -> float:
+        """Mean of the last 500 losses, nats."""
+        return float(self.metrics.loss[-500:].mean())
+
+    @property
     def hardware(self) -> str:
         return self.info["hardware"]
 
