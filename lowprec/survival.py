@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from lowprec import UserError
+from lowprec import UserError, claims
 from lowprec.runs import data_root, load_runs
 
 SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
@@ -52,6 +52,19 @@ class Arm:
     def by_seed(self) -> dict:
         """The runs, {seed: Run}."""
         return dict(zip(self.runs.seed, self.runs.run, strict=True)) if self.n else {}
+
+    def check(self, id: str, profile: str = "recorded", note: str | None = None) -> claims.Result:
+        """The verdict of `lowprec.claims.check` on how many of its runs exploded.
+
+        It stands before every seed is recorded if those that are missing cannot change it.
+        """
+        claim, missing = claims.load().get(id), max(len(self.seeds) - self.n, 0)
+        counts = range(self.exploded, self.exploded + missing + 1) if claim else ()
+        ends = {claim.verdict_on(k, len(self.seeds), settled=True) for k in counts}
+        return claims.check(
+            id, self.exploded if self.n else None, self.n, profile=profile, note=note,
+            settled=len(ends) == 1,
+        )  # fmt: skip
 
 
 def load_arms(campaign) -> dict[str, Arm]:

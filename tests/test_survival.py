@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from lowprec import UserError, runs
-from lowprec.survival import compare_arms, holm, kaplan_meier, load_arms
+from lowprec import UserError, claims, runs
+from lowprec.survival import Arm, compare_arms, holm, kaplan_meier, load_arms
 
 
 def arm(name, durations, exploded):
@@ -243,3 +243,30 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         assert not arms["fa2"].complete
     with pytest.raises(UserError, match="no campaign file"):
         load_arms("nowhere")
+
+
+def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(tmp_path, monkeypatch):
+    claim = dict(metric="-", n=4, profile=["recorded"], refuted_if="-", source=None)
+    claim |= dict(sentence="-", notebook="-", verdict="not run")
+    rules = {"most": (">=", 3), "none": ("==", 0), "two": ("==", 2), "few": ("<=", 1)}
+    registry = {
+        id: claims.parse(claim | dict(id=id, operator=operator, threshold=threshold))
+        for id, (operator, threshold) in rules.items()
+    }
+    monkeypatch.setattr(claims, "load", lambda path=None: registry)
+
+    def verdicts(*exploded):
+        table = pd.DataFrame({"seed": range(len(exploded)), "exploded": exploded})
+        arm = Arm("a", None, (0, 1, 2, 3), table if len(table) else None)
+        return [arm.check(id).verdict for id in rules]
+
+    yes, no, open_ = "supported", "refuted", "inconclusive"
+    assert verdicts() == ["not run"] * 4
+    assert verdicts(True) == [open_, no, open_, open_]
+    assert verdicts(True, True) == [open_, no, open_, no]
+    assert verdicts(False, False) == [no, open_, open_, open_]
+    assert verdicts(False, False, False) == [no, open_, no, yes]
+    assert verdicts(True, True, True) == [yes, no, no, no]
+    assert verdicts(True, True, False, False) == [no, no, yes, no]
+    with pytest.raises(UserError, match="no claim"):
+        Arm("a", None, (0,), None).check("nothing")

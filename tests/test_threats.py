@@ -25,10 +25,10 @@ THREATS = (BOOK / "threats.md").read_text()
 PAGES = ("how_to_read", "threats", "shelf")
 CAMPAIGNS = (
     "mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2",
-    "specimens", "remedies", "rivals", "halves", "swapped", "alike", "ties",
+    "specimens", "remedies", "rivals", "halves", "swapped", "alike", "ties", "held",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
-WAITING = ("paper", "sites", "held", "batches")
+WAITING = ("paper", "sites", "untying", "batches")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
 """Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""
@@ -70,7 +70,7 @@ ARITHMETIC = set(
 OTHER_OUTPUT = (
     ("mini", "o_fp32"), ("production", "fa2_o_fp32"), ("origin", "fa2_redrawn"),
     ("remedies", "fa2_dp", "fa2_stochastic_o_fp32"), ("rivals", "o_split"),
-    ("halves", "torch_o_fp32"), ("swapped", "torch_redrawn"),
+    ("halves", "torch_o_fp32"), ("swapped", "torch_redrawn"), ("held", "decay_o_fp32"),
 )  # fmt: skip
 MEND = "mend book/threats.md, which says otherwise"
 
@@ -263,7 +263,7 @@ def test_sizes(recorded):
         for config in (run.info["config"] for run in table.run):
             assert config["batch_size"] * config["block_size"] == 32768, MEND
             assert config["n_layer"] == (12 if name in LARGE else 6), MEND
-    six = "mini origin production drift layers remedies rivals halves swapped alike ties"
+    six = "mini origin production drift layers remedies rivals halves swapped alike ties held"
     for name in six.split():
         assert {run.info["config"]["lr"] for run in recorded[name].run} == {4e-3}, MEND
     large = recorded["explosion"].run.iloc[0].info["config"]
@@ -343,6 +343,19 @@ def test_less_patience_moves_onsets_of_low(recorded, monkeypatch):
     assert (np.subtract(before, after) > 500).sum() > 1, MEND
 
 
+def test_heads_take_off_and_the_loss_comes_back(recorded, monkeypatch):
+    arms = (("rivals", "decay"), ("ties", "untied"), ("held", "untied_loud"))
+    decay, untied, loud = (chosen(recorded, *names) for names in arms)
+    for run in (*decay, *untied, *loud):
+        assert run.explosion is None and not take_offs(run, lag=200, every=200).empty, MEND
+    high = [sum(excess(run).max() > 1 for run in some) for some in (decay, untied, loud)]
+    assert high == [1, 0, 2] and all(excess(run).max() > 0.5 for run in loud), MEND
+    for patience, some, exploded in ((300, decay, (1, 4)), (100, loud, (2, 3))):
+        monkeypatch.setattr(runs, "PATIENCE", patience)
+        found = [runs.find_explosion(run.metrics.loss) is not None for run in some]
+        assert (sum(found), len(found)) == exploded, MEND
+
+
 def test_campaigns_as_far_as_they_have_run(recorded):
     missing = {
         "origin": set(),
@@ -352,6 +365,7 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         "swapped": set(),
         "alike": set(),
         "ties": set(),
+        "held": {("untied_loud", 2), ("decay_o_fp32", 1), ("negative", 1)},
         "mini": set(),
         "drift": set(),
         "layers": set(),
@@ -365,8 +379,9 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         assert there <= planned and planned - there == waiting, MEND
     table = recorded["rivals"]
     arms = "beta2 beta7 beta2_floor beta7_floor clip_01 decay dither eps_1e5 gate o_split qk_norm"
+    arms += " offset_1 p_rounded softcap"
     seeds = table.groupby("arm").seed.nunique()
-    assert dict(seeds) == dict.fromkeys(arms.split(), 4), MEND
+    assert dict(seeds) == dict.fromkeys(arms.split(), 4) | {"clip_03": 3}, MEND
     seeds = recorded["production"].groupby("arm").seed.nunique()
     assert dict(seeds) == {"sdpa": 8, "fa2_o_fp32": 8, "fp32": 4, "fa2_tile128": 4}, MEND
     for name in ("remedies", "halves", "swapped", "alike", "ties"):
