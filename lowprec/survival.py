@@ -56,11 +56,12 @@ class Arm:
     def check(self, id: str, profile: str = "recorded", note: str | None = None) -> claims.Result:
         """The verdict of `lowprec.claims.check` on how many of its runs exploded.
 
-        It stands before every seed is recorded if those that are missing cannot change it.
+        It stands before the claim's n are recorded if those that are missing cannot change it.
         """
-        claim, missing = claims.load().get(id), max(len(self.seeds) - self.n, 0)
+        claim = claims.load().get(id)
+        missing = max(claim.n - self.n, 0) if claim else 0
         counts = range(self.exploded, self.exploded + missing + 1) if claim else ()
-        ends = {claim.verdict_on(k, len(self.seeds), settled=True) for k in counts}
+        ends = {claim.verdict_on(k, claim.n) for k in counts}
         return claims.check(
             id, self.exploded if self.n else None, self.n, profile=profile, note=note,
             settled=len(ends) == 1,

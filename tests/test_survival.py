@@ -268,5 +268,7 @@ def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(tmp_path, monk
     assert verdicts(False, False, False) == [no, open_, no, yes]
     assert verdicts(True, True, True) == [yes, no, no, no]
     assert verdicts(True, True, False, False) == [no, no, yes, no]
+    registry["none"] = claims.parse(registry["none"].__dict__ | dict(n=8))
+    assert verdicts(False, False, False, False)[1] == open_  # all that are planned are too few
     with pytest.raises(UserError, match="no claim"):
         Arm("a", None, (0,), None).check("nothing")
