@@ -60,6 +60,7 @@ ON_RUNS = (
     "43_production_kernels",
     "44_a_better_fix",
     "45_is_my_model_affected",
+    "46_ties_or_silence",
     "62_do_weights_drift_apart",
     "63_a_study_of_bfloat16",
 )
