@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from lowprec import UserError, data, entry, recorder, runs
-from lowprec.model import GPT
+from lowprec import data, entry, recorder
 from lowprec.studies.directions import head_cosines
-from lowprec.studies.pairs import kept, load
-from lowprec.train import TrainConfig, pick_device
+from lowprec.studies.pairs import models
+from lowprec.train import pick_device
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "sequence": "int16", "layer": "int16",
@@ -32,34 +31,15 @@ COLUMNS = {
 def compare(folder, tokens, sequences: int = 4, device: str = "cpu") -> pd.DataFrame:
     """`head_cosines` of every run of `folder` at every step that it kept: columns `COLUMNS`.
 
-    tokens: the stream the runs were trained on, a `lowprec.data.Tokens`; another one is refused.
-    sequences: rows of the batch of that step, from the first.
+    tokens, sequences, errors: as in `lowprec.studies.pairs.models`.
     """
-    rows = []
-    for run in runs.load_runs(Path(folder)).run:
-        for step in kept(run):
-            rows += _of_run(run, step, tokens, sequences, device)
-    if not rows:
-        raise UserError(
-            f"no run in {folder} has kept weights; record new ones, with weights_at in the campaign"
-        )
-    return pd.concat(rows)[list(COLUMNS)].astype(COLUMNS).reset_index(drop=True)
-
-
-def _of_run(run, step, tokens, sequences, device) -> list[pd.DataFrame]:
-    if run.info["data_sha256"] != tokens.sha256:
-        raise UserError(f"{run.name} was trained on other tokens than {tokens.name}")
-    config = TrainConfig(**run.info["config"] | dict(impl="sdpa", policy="FA2", layers={}))
-    model = GPT(config.model()).to(device)
-    model.load_state_dict(load(run, step, device))
-    seed = run.seed if config.data_seed is None else config.data_seed
-    shape = config.batch_size, config.block_size
-    text, _ = data.batch(tokens, step, seed, *shape, rows=slice(sequences))
-    about = dict(arm=run.info["arm"], seed=run.seed, step=step)
-    return [
-        head_cosines(model, row).assign(**about, sequence=i)
-        for i, row in enumerate(text.to(device))
+    plain = dict(impl="sdpa", policy="FA2", layers={})
+    rows = [
+        head_cosines(model, row).assign(arm=run.info["arm"], seed=run.seed, step=step, sequence=i)
+        for run, step, _, model, text, _ in models(folder, tokens, sequences, device, **plain)
+        for i, row in enumerate(text)
     ]
+    return pd.concat(rows)[list(COLUMNS)].astype(COLUMNS).reset_index(drop=True)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,0 +1,90 @@
+"""How many rows of attention have lost their output to the floor under l, head by head.
+
+The runs of a campaign kept their weights at some steps (`TrainConfig.weights_at`). Each model reads
+the first sequences of the batch of that step under the run's own policy, forward and backward, and
+its layers are then computed again with the same q, k, v and dO and without the floor. What differs
+is what the floor takes. One small table, after which the weights may go:
+
+    python -m lowprec.studies.silence runs/untying
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from lowprec import data, entry, recorder
+from lowprec.attention import trace
+from lowprec.capture import observe
+from lowprec.model import take_heads
+from lowprec.policy import PrecisionPolicy
+from lowprec.studies.pairs import models
+from lowprec.train import pick_device
+
+COLUMNS = {
+    "arm": "str", "seed": "int16", "step": "int32", "layer": "int16", "head": "int16",
+    "rows": "int32", "tied": "int32", "lost": "int32", "tied_lost": "int32", "o": "float32",
+    "do": "float32", "eps": "float32",
+}  # fmt: skip
+
+
+def count(model, text, targets, amp: bool = True) -> pd.DataFrame:
+    """One row a layer and head; `lost` rows have less than half of |O| without the floor, or none.
+
+    text, targets: (B, T) int64. tied: rows with a tied maximum. o, do, eps: means over the rows of
+    |O|, |dO| (Euclidean, dO of the mean loss) and |delta_o - delta_ref|.
+    """
+    found = []
+    for layer, seen in observe(model, text, targets, amp=amp).items():
+        for name, heads in seen.groups:
+            policy = PrecisionPolicy.parse(name)
+            tensors = [take_heads(x, heads) for x in (seen.q, seen.k, seen.v, seen.do)]
+            how = dict(tile=seen.tile, impl=seen.impl, seed=seen.seed)
+            t = trace(*tensors, policy, **how)
+            bare = trace(*tensors[:3], None, policy.replace(l_floor=0.0), **how)
+            size, whole = (x.o.float().norm(dim=-1) for x in (t, bare))
+            tied, lost = t.ties > 1, ~(size >= 0.5 * whole)
+            counts = dict(tied=tied, lost=lost, tied_lost=tied & lost)
+            means = dict(o=size, do=tensors[3].float().norm(dim=-1))
+            means |= dict(eps=(t.delta_o - t.delta_ref).abs())
+            for i, head in enumerate(heads):
+                row = dict(layer=layer, head=head, rows=tied[:, i].numel())
+                row |= {key: int(x[:, i].sum()) for key, x in counts.items()}
+                found.append(row | {key: x[:, i].mean().item() for key, x in means.items()})
+    return pd.DataFrame(found)
+
+
+def compare(folder, tokens, sequences: int = 8, device: str = "cpu") -> pd.DataFrame:
+    """`count` for every run of `folder` at every step that it kept: columns `COLUMNS`.
+
+    tokens, sequences, errors: as in `lowprec.studies.pairs.models`.
+    """
+    rows = [
+        count(model, text, targets, text.is_cuda if config.amp is None else config.amp).assign(
+            arm=run.info["arm"], seed=run.seed, step=step
+        )
+        for run, step, config, model, text, targets in models(folder, tokens, sequences, device)
+    ]
+    return pd.concat(rows)[list(COLUMNS)].astype(COLUMNS).reset_index(drop=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Count the rows without output in the kept weights of a campaign's runs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lowprec.studies.silence", description=main.__doc__
+    )
+    parser.add_argument("folder", type=Path, help="a campaign's folder")
+    parser.add_argument("--data", default="shards/pysource", help="the runs' token shards")
+    parser.add_argument("--sequences", type=int, default=8, help="of the batch of each step")
+    parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
+    args = parser.parse_args(argv)
+    tokens, device = data.load_tokens(args.data), pick_device(args.device)
+    table = compare(args.folder, tokens, args.sequences, device)
+    recorder.write_table(args.folder / "silence.parquet", table)
+    print(f"{args.folder / 'silence.parquet'}: {len(table):,} rows of {table.arm.nunique()} arms")
+
+
+if __name__ == "__main__":
+    entry(main)
