@@ -46,24 +46,31 @@ class Arm:
 
     @property
     def exploded(self) -> int:
-        return int(self.runs.exploded.sum()) if self.n else 0
+        return self.exploded_by(np.inf)
+
+    def exploded_by(self, step: float) -> int:
+        """How many of its runs exploded, at that step at the latest."""
+        return int((self.runs.exploded & (self.runs.duration <= step)).sum()) if self.n else 0
 
     @property
     def by_seed(self) -> dict:
         """The runs, {seed: Run}."""
         return dict(zip(self.runs.seed, self.runs.run, strict=True)) if self.n else {}
 
-    def check(self, id: str, profile: str = "recorded", note: str | None = None) -> claims.Result:
-        """The verdict of `lowprec.claims.check` on how many of its runs exploded.
+    def check(
+        self, id: str, profile: str = "recorded", note: str | None = None, by: float = np.inf
+    ) -> claims.Result:
+        """The verdict of `lowprec.claims.check` on how many of its runs exploded by a step.
 
         It stands before the claim's n are recorded if those that are missing cannot change it.
         """
         claim = claims.load().get(id)
         missing = max(claim.n - self.n, 0) if claim else 0
-        counts = range(self.exploded, self.exploded + missing + 1) if claim else ()
+        exploded = self.exploded_by(by)
+        counts = range(exploded, exploded + missing + 1) if claim else ()
         ends = {claim.verdict_on(k, claim.n) for k in counts}
         return claims.check(
-            id, self.exploded if self.n else None, self.n, profile=profile, note=note,
+            id, exploded if self.n else None, self.n, profile=profile, note=note,
             settled=len(ends) == 1,
         )  # fmt: skip
 

@@ -255,10 +255,10 @@ def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(tmp_path, monk
     }
     monkeypatch.setattr(claims, "load", lambda path=None: registry)
 
-    def verdicts(*exploded):
-        table = pd.DataFrame({"seed": range(len(exploded)), "exploded": exploded})
+    def verdicts(*exploded, by=np.inf):
+        table = pd.DataFrame({"seed": range(len(exploded)), "exploded": exploded, "duration": 70})
         arm = Arm("a", None, (0, 1, 2, 3), table if len(table) else None)
-        return [arm.check(id).verdict for id in rules]
+        return [arm.check(id, by=by).verdict for id in rules]
 
     yes, no, open_ = "supported", "refuted", "inconclusive"
     assert verdicts() == ["not run"] * 4
@@ -268,6 +268,8 @@ def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(tmp_path, monk
     assert verdicts(False, False, False) == [no, open_, no, yes]
     assert verdicts(True, True, True) == [yes, no, no, no]
     assert verdicts(True, True, False, False) == [no, no, yes, no]
+    assert verdicts(True, True, False, False, by=70) == [no, no, yes, no]
+    assert verdicts(True, True, False, False, by=69) == [no, yes, no, yes]
     registry["none"] = claims.parse(registry["none"].__dict__ | dict(n=8))
     assert verdicts(False, False, False, False)[1] == open_  # all that are planned are too few
     with pytest.raises(UserError, match="no claim"):
