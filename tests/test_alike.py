@@ -68,8 +68,8 @@ def test_the_table_on_disk_and_what_is_refused(folder, tokens, tmp_path, capsys)
     assert "of 3 arms" in capsys.readouterr().out
     assert len(pd.read_parquet(folder / "alike.parquet")) == 3 * 2 * 2 * 2
     with pytest.raises(UserError, match="other tokens"):
-        alike.compare(folder, dataclasses.replace(tokens, sha256="0"))
+        alike.compare(folder, dataclasses.replace(tokens, sha256="0"), 1)
     plain = dataclasses.replace(TrainConfig(**SMALL), weights_at=())
     train(plain, tmp_path / "low-seed0", arm="low")
     with pytest.raises(UserError, match="kept weights"):
-        alike.compare(tmp_path, tokens)
+        alike.compare(tmp_path, tokens, 1)

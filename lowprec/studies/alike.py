@@ -11,15 +11,11 @@ may go:
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import pandas as pd
 
-from lowprec import data, entry, recorder
+from lowprec import entry
 from lowprec.studies.directions import head_cosines
-from lowprec.studies.pairs import models
-from lowprec.train import pick_device
+from lowprec.studies.pairs import models, tabulate
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "sequence": "int16", "layer": "int16",
@@ -28,7 +24,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def compare(folder, tokens, sequences: int = 4, device: str = "cpu") -> pd.DataFrame:
+def compare(folder, tokens, sequences: int, device: str = "cpu") -> pd.DataFrame:
     """`head_cosines` of every run of `folder` at every step that it kept: columns `COLUMNS`.
 
     tokens, sequences, errors: as in `lowprec.studies.pairs.models`.
@@ -44,18 +40,7 @@ def compare(folder, tokens, sequences: int = 4, device: str = "cpu") -> pd.DataF
 
 def main(argv: list[str] | None = None) -> None:
     """Measure how alike the tokens are in the kept weights of a campaign's runs."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lowprec.studies.alike", description=main.__doc__
-    )
-    parser.add_argument("folder", type=Path, help="a campaign's folder")
-    parser.add_argument("--data", default="shards/pysource", help="the runs' token shards")
-    parser.add_argument("--sequences", type=int, default=4, help="of the batch of each step")
-    parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
-    args = parser.parse_args(argv)
-    tokens, device = data.load_tokens(args.data), pick_device(args.device)
-    table = compare(args.folder, tokens, args.sequences, device)
-    recorder.write_table(args.folder / "alike.parquet", table)
-    print(f"{args.folder / 'alike.parquet'}: {len(table):,} rows of {table.arm.nunique()} arms")
+    tabulate(argv, main.__doc__, compare, 4, "alike.parquet")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +101,26 @@ def models(folder, tokens, sequences: int, device: str, **changes) -> Iterator[t
         shape = config.batch_size, config.block_size
         batch = data.batch(tokens, step, seed, *shape, rows=slice(sequences))
         yield run, step, config, model, *(ids.to(device) for ids in batch)
+
+
+def tabulate(argv, doc: str, compare: Callable, sequences: int, path: str) -> None:
+    """The command of a study of kept weights: what `compare` finds in a folder, written into it.
+
+    compare: from (folder, tokens, sequences, device) to a table with a column arm. sequences: how
+    many by default. path: the file's name in the folder.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m lowprec.studies.{Path(path).stem}", description=doc
+    )
+    parser.add_argument("folder", type=Path, help="a campaign's folder")
+    parser.add_argument("--data", default="shards/pysource", help="the runs' token shards")
+    parser.add_argument("--sequences", type=int, default=sequences, help="of each step's batch")
+    parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
+    args = parser.parse_args(argv)
+    tokens, device = data.load_tokens(args.data), pick_device(args.device)
+    table = compare(args.folder, tokens, args.sequences, device)
+    recorder.write_table(args.folder / path, table)
+    print(f"{args.folder / path}: {len(table):,} rows of {table.arm.nunique()} arms")
 
 
 def named_pairs(table: pd.DataFrame, names: list[str]) -> list[tuple[str, runs.Run, runs.Run]]:

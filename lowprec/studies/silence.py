@@ -10,18 +10,14 @@ is what the floor takes. One small table, after which the weights may go:
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import pandas as pd
 
-from lowprec import data, entry, recorder
+from lowprec import entry
 from lowprec.attention import trace
 from lowprec.capture import observe
 from lowprec.model import take_heads
 from lowprec.policy import PrecisionPolicy
-from lowprec.studies.pairs import models
-from lowprec.train import pick_device
+from lowprec.studies.pairs import models, tabulate
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "layer": "int16", "head": "int16",
@@ -56,7 +52,7 @@ def count(model, text, targets, amp: bool = True) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def compare(folder, tokens, sequences: int = 8, device: str = "cpu") -> pd.DataFrame:
+def compare(folder, tokens, sequences: int, device: str = "cpu") -> pd.DataFrame:
     """`count` for every run of `folder` at every step that it kept: columns `COLUMNS`.
 
     tokens, sequences, errors: as in `lowprec.studies.pairs.models`.
@@ -72,18 +68,7 @@ def compare(folder, tokens, sequences: int = 8, device: str = "cpu") -> pd.DataF
 
 def main(argv: list[str] | None = None) -> None:
     """Count the rows without output in the kept weights of a campaign's runs."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lowprec.studies.silence", description=main.__doc__
-    )
-    parser.add_argument("folder", type=Path, help="a campaign's folder")
-    parser.add_argument("--data", default="shards/pysource", help="the runs' token shards")
-    parser.add_argument("--sequences", type=int, default=8, help="of the batch of each step")
-    parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
-    args = parser.parse_args(argv)
-    tokens, device = data.load_tokens(args.data), pick_device(args.device)
-    table = compare(args.folder, tokens, args.sequences, device)
-    recorder.write_table(args.folder / "silence.parquet", table)
-    print(f"{args.folder / 'silence.parquet'}: {len(table):,} rows of {table.arm.nunique()} arms")
+    tabulate(argv, main.__doc__, compare, 8, "silence.parquet")
 
 
 if __name__ == "__main__":
