@@ -245,7 +245,7 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         load_arms("nowhere")
 
 
-def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(tmp_path, monkeypatch):
+def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
     claim = dict(metric="-", n=4, profile=["recorded"], refuted_if="-", source=None)
     claim |= dict(sentence="-", notebook="-", verdict="not run")
     rules = {"most": (">=", 3), "none": ("==", 0), "two": ("==", 2), "few": ("<=", 1)}

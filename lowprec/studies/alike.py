@@ -15,7 +15,7 @@ import pandas as pd
 
 from lowprec import entry
 from lowprec.studies.directions import head_cosines
-from lowprec.studies.pairs import models, tabulate
+from lowprec.studies.kept import models, tabulate
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "sequence": "int16", "layer": "int16",
@@ -27,7 +27,7 @@ COLUMNS = {
 def compare(folder, tokens, sequences: int, device: str = "cpu") -> pd.DataFrame:
     """`head_cosines` of every run of `folder` at every step that it kept: columns `COLUMNS`.
 
-    tokens, sequences, errors: as in `lowprec.studies.pairs.models`.
+    tokens, sequences, errors: as in `lowprec.studies.kept.models`.
     """
     plain = dict(impl="sdpa", policy="FA2", layers={})
     rows = [

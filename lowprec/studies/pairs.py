@@ -13,18 +13,16 @@ into one small table, with the facts of its runs, after which the weights themse
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 
-from lowprec import UserError, data, entry, recorder, runs
-from lowprec.model import GPT
-from lowprec.train import TrainConfig, pick_device
+from lowprec import UserError, entry, recorder, runs
+from lowprec.studies.kept import kept, load
+from lowprec.train import pick_device
 
 COLUMNS = {
     "pair": "str", "seed": "int16", "other_seed": "int16", "step": "int32", "weight": "str",
@@ -64,63 +62,6 @@ def matrices(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: w for name, w in short.items() if w.dim() == 2} | {
         "all": torch.cat([w.flatten() for w in short.values()])
     }
-
-
-def kept(run: runs.Run) -> dict[int, Path]:
-    """The files of a run's kept weights by step."""
-    return {int(p.stem.removeprefix("step-")): p for p in sorted(run.path.glob(".weights/*.pt"))}
-
-
-def load(run: runs.Run, step: int, device: str) -> dict[str, torch.Tensor]:
-    """Weights kept before a step. Raises `UserError` if the last ones are not the run's own."""
-    weights = torch.load(kept(run)[step], map_location=device, weights_only=True)
-    if step == run.info["steps"] and recorder.weights_sha256(weights) != run.info["weights_sha256"]:
-        raise UserError(f"{run.name}: the weights kept at step {step} are not those of the run")
-    return weights
-
-
-def models(folder, tokens, sequences: int, device: str, **changes) -> Iterator[tuple]:
-    """(run, step, config, model, text, targets) of all weights that the runs of a folder kept.
-
-    tokens: the stream the runs were trained on, a `lowprec.data.Tokens`; another one is refused.
-    text, targets: the first sequences of the batch of that step, (sequences, T) int64. changes: of
-    the run's config. Raises `UserError` where no run kept any.
-    """
-    found = [(run, step) for run in runs.load_runs(Path(folder)).run for step in kept(run)]
-    if not found:
-        raise UserError(
-            f"no run in {folder} has kept weights; record new ones, with weights_at in the campaign"
-        )
-    for run, step in found:
-        if run.info["data_sha256"] != tokens.sha256:
-            raise UserError(f"{run.name} was trained on other tokens than {tokens.name}")
-        config = dataclasses.replace(TrainConfig(**run.info["config"]), **changes)
-        model = GPT(config.model()).to(device)
-        model.load_state_dict(load(run, step, device))
-        seed = run.seed if config.data_seed is None else config.data_seed
-        shape = config.batch_size, config.block_size
-        batch = data.batch(tokens, step, seed, *shape, rows=slice(sequences))
-        yield run, step, config, model, *(ids.to(device) for ids in batch)
-
-
-def tabulate(argv, doc: str, compare: Callable, sequences: int, path: str) -> None:
-    """The command of a study of kept weights: what `compare` finds in a folder, written into it.
-
-    compare: from (folder, tokens, sequences, device) to a table with a column arm. sequences: how
-    many by default. path: the file's name in the folder.
-    """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m lowprec.studies.{Path(path).stem}", description=doc
-    )
-    parser.add_argument("folder", type=Path, help="a campaign's folder")
-    parser.add_argument("--data", default="shards/pysource", help="the runs' token shards")
-    parser.add_argument("--sequences", type=int, default=sequences, help="of each step's batch")
-    parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
-    args = parser.parse_args(argv)
-    tokens, device = data.load_tokens(args.data), pick_device(args.device)
-    table = compare(args.folder, tokens, args.sequences, device)
-    recorder.write_table(args.folder / path, table)
-    print(f"{args.folder / path}: {len(table):,} rows of {table.arm.nunique()} arms")
 
 
 def named_pairs(table: pd.DataFrame, names: list[str]) -> list[tuple[str, runs.Run, runs.Run]]:

@@ -2,8 +2,8 @@
 
 The runs of a campaign kept their weights at some steps (`TrainConfig.weights_at`). Each model reads
 the first sequences of the batch of that step under the run's own policy, forward and backward, and
-its layers are then computed again with the same q, k, v and dO and without the floor. What differs
-is what the floor takes. One small table, after which the weights may go:
+its layers are then computed again with the same q, k and v and without the floor. What differs is
+what the floor takes. One small table, after which the weights may go:
 
     python -m lowprec.studies.silence runs/untying
 """
@@ -17,7 +17,7 @@ from lowprec.attention import trace
 from lowprec.capture import observe
 from lowprec.model import take_heads
 from lowprec.policy import PrecisionPolicy
-from lowprec.studies.pairs import models, tabulate
+from lowprec.studies.kept import models, tabulate
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "layer": "int16", "head": "int16",
@@ -55,7 +55,7 @@ def count(model, text, targets, amp: bool = True) -> pd.DataFrame:
 def compare(folder, tokens, sequences: int, device: str = "cpu") -> pd.DataFrame:
     """`count` for every run of `folder` at every step that it kept: columns `COLUMNS`.
 
-    tokens, sequences, errors: as in `lowprec.studies.pairs.models`.
+    tokens, sequences, errors: as in `lowprec.studies.kept.models`.
     """
     rows = [
         count(model, text, targets, text.is_cuda if config.amp is None else config.amp).assign(
