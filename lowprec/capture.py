@@ -28,7 +28,7 @@ from safetensors.torch import save as to_bytes
 
 from lowprec import UserError, agreement, runs
 from lowprec.attention import resolve_impl, trace
-from lowprec.model import GPT, take_heads
+from lowprec.model import GPT, autocast, take_heads
 from lowprec.policy import FIELDS, PrecisionPolicy
 from lowprec.probes import dq_error, query_error
 
@@ -49,7 +49,8 @@ def observe(model, tokens, targets, seed=0, amp=True, layers=None) -> dict[int, 
     """What the attention of each layer reads and gets back on a batch: {layer: namespace}.
 
     model: a GPT, or DistributedDataParallel or torch.compile around one. tokens, targets: (B, T)
-    int64, as many sequences as fit into memory beside the model. layers: None for all.
+    int64, as many sequences as fit into memory beside the model. amp: as `TrainConfig.amp`, but
+    not None. layers: None for all.
 
     An extra forward and backward, eager even where `model.loss` is compiled. Weights, their
     gradients and the optimiser are not touched. A compiled step may differ in the last bits of
@@ -64,7 +65,7 @@ def observe(model, tokens, targets, seed=0, amp=True, layers=None) -> dict[int, 
         for layer in range(len(model.blocks)) if layers is None else layers:
             seen[layer] = stack.enter_context(_watched(model.blocks[layer]))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=amp))
+        stack.enter_context(autocast(tokens.device, amp))
         loss = GPT.loss(model, model.token(tokens), targets, None, seed)
     gradients = torch.autograd.grad(loss, [s.o for s in seen.values()])
     for s, do in zip(seen.values(), gradients, strict=True):

@@ -157,6 +157,12 @@ class Block(nn.Module):
         return torch.cat([parts[head] for head in range(q.shape[1])], 1)
 
 
+def autocast(device, amp) -> torch.autocast:
+    """The autocast of a run: amp True is BF16, "fp16" is FP16, False none."""
+    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
+    return torch.autocast(torch.device(device).type, dtype=dtype, enabled=bool(amp))
+
+
 def take_heads(x, heads):
     """(B, len(heads), T, D); by slices, since an index has no deterministic gradient on CUDA."""
     return torch.cat([x[:, h : h + 1] for h in heads], 1)

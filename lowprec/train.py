@@ -28,7 +28,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from lowprec import UserError, data, runs
-from lowprec.model import GPT, GPTConfig
+from lowprec.model import GPT, GPTConfig, autocast
 from lowprec.policy import PrecisionPolicy
 from lowprec.recorder import Recorder, Specimens
 
@@ -385,15 +385,13 @@ def draw_seed(config, group, step: int, i: int, count: int) -> int:
 
 def _gradients(model, group, batches, probe, amp, seed, scaler) -> torch.Tensor:
     """Leave the gradient of the mean loss, times the scale, in the parameters; return that loss."""
-    kind = torch.device(group.device).type
     rows = sum(len(x) for x, _ in batches)
-    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     total = torch.zeros((), device=group.device)
     for i, (x, y) in enumerate(batches):
         last = i + 1 == len(batches)
         wait = contextlib.nullcontext() if last or group.size == 1 else model.no_sync()
         with wait:
-            with torch.autocast(kind, dtype=dtype, enabled=bool(amp)):
+            with autocast(group.device, amp):
                 loss = model(x, y, probe, seed(i, len(batches)))
             scaler.scale(loss * (len(x) / rows)).backward()
         total += loss.detach() * (len(x) / rows)

@@ -1,0 +1,86 @@
+"""Which number of a forward pass leaves the range of its format first.
+
+The runs of a campaign kept their weights at some steps (`TrainConfig.weights_at`). Each model reads
+the batch of that step, and of each place that its numbers pass, in order, the largest is noted and
+how many are not finite. One small table, after which the weights may go:
+
+    python -m lowprec.studies.overflow runs/fp16
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pandas as pd
+import torch
+
+from lowprec import entry
+from lowprec.capture import observe
+from lowprec.formats import round_to
+from lowprec.model import take_heads
+from lowprec.policy import PrecisionPolicy
+from lowprec.studies.kept import models, tabulate
+
+COLUMNS = {
+    "arm": "str", "seed": "int16", "step": "int32", "place": "str", "largest": "float32",
+    "lost": "int64",
+}  # fmt: skip
+
+
+def largest(model, text, targets, amp) -> pd.DataFrame:
+    """One row a place, in the order of the forward pass, `loss` last.
+
+    text, targets: (B, T) int64. amp: as `lowprec.model.autocast` takes it. place: the name of a
+    module, for what it returns; `blocks.i.qk` for the products of queries with the keys they see,
+    before the scale, as the policy stores them. largest: of the finite numbers' sizes, 0 if none
+    is. lost: how many are infinite or NaN.
+    """
+    found = {}
+
+    def note(place, x):
+        finite = x.isfinite()
+        size = x.float().abs().where(finite, 0.0).max().item()
+        found[place] = dict(place=place, largest=size, lost=int((~finite).sum()))
+
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if not list(module.children()):
+                hook = module.register_forward_hook(lambda m, x, y, name=name: note(name, y))
+                stack.callback(hook.remove)
+        seen = observe(model, text, targets, amp=amp)
+    for layer, s in seen.items():
+        note(f"blocks.{layer}.qk", torch.cat([_products(s, *group) for group in s.groups], 1))
+    note("loss", seen[0].loss)
+    after = {f"blocks.{layer}.qkv": f"blocks.{layer}.qk" for layer in seen}
+    order = [place for place in found if place not in after.values()]
+    order = [place for each in order for place in (each, after.get(each)) if place]
+    return pd.DataFrame([found[place] for place in order])
+
+
+def _products(seen, policy: str, heads) -> torch.Tensor:
+    q, k = (take_heads(x, heads).float() for x in (seen.q, seen.k))
+    site = PrecisionPolicy.parse(policy).s
+    return round_to((q @ k.mT).tril(), site.fmt, "nearest_even")
+
+
+def compare(folder, tokens, sequences: int, device: str = "cpu") -> pd.DataFrame:
+    """`largest` for every run of `folder` at every step that it kept: columns `COLUMNS`.
+
+    tokens, sequences, errors: as in `lowprec.studies.kept.models`.
+    """
+    rows = [
+        largest(model, text, targets, text.is_cuda if config.amp is None else config.amp).assign(
+            arm=run.info["arm"], seed=run.seed, step=step
+        )
+        for run, step, config, model, text, targets in models(folder, tokens, sequences, device)
+    ]
+    return pd.concat(rows)[list(COLUMNS)].astype(COLUMNS).reset_index(drop=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Note the largest numbers of the forward pass in the kept weights of a campaign's runs."""
+    tabulate(argv, main.__doc__, compare, 32, "overflow.parquet")
+
+
+if __name__ == "__main__":
+    entry(main)
