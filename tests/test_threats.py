@@ -535,8 +535,9 @@ def test_fa2_has_few_tied_maxima(recorded):
 
 def test_fp16_has_few_tied_maxima(recorded):
     for run in chosen(recorded, "rivals", "fp16"):
-        total = sums(run, 599, 999).loc[1].sum()
+        total = sums(run, 1399, 1599).loc[1].sum()
         assert total.tied_rows < 0.01 * total.rows, MEND
+        assert take_offs(run, lag=200, every=200).step.min() > 1599, MEND
 
 
 # What it says about windows and captures
