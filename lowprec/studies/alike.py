@@ -11,11 +11,13 @@ may go:
 
 from __future__ import annotations
 
+import functools
+
 import pandas as pd
 
 from lowprec import entry
 from lowprec.studies.directions import head_cosines
-from lowprec.studies.kept import models, tabulate
+from lowprec.studies.kept import table, tabulate
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "sequence": "int16", "layer": "int16",
@@ -24,18 +26,12 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def compare(folder, tokens, sequences: int, device: str = "cpu") -> pd.DataFrame:
-    """`head_cosines` of every run of `folder` at every step that it kept: columns `COLUMNS`.
+def _cosines(model, text, *_) -> pd.DataFrame:
+    return pd.concat([head_cosines(model, row).assign(sequence=i) for i, row in enumerate(text)])
 
-    tokens, sequences, errors: as in `lowprec.studies.kept.models`.
-    """
-    plain = dict(impl="sdpa", policy="FA2", layers={})
-    rows = [
-        head_cosines(model, row).assign(arm=run.info["arm"], seed=run.seed, step=step, sequence=i)
-        for run, step, _, model, text, _ in models(folder, tokens, sequences, device, **plain)
-        for i, row in enumerate(text)
-    ]
-    return pd.concat(rows)[list(COLUMNS)].astype(COLUMNS).reset_index(drop=True)
+
+compare = functools.partial(table, _cosines, COLUMNS, impl="sdpa", policy="FA2", layers={})
+"""`head_cosines` of the kept weights of all runs in a folder; see `lowprec.studies.kept.table`."""
 
 
 def main(argv: list[str] | None = None) -> None:

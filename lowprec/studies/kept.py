@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from lowprec import UserError, data, recorder, runs
@@ -52,6 +53,23 @@ def models(folder, tokens, sequences: int, device: str, **changes) -> Iterator[t
         shape = config.batch_size, config.block_size
         batch = data.batch(tokens, step, seed, *shape, rows=slice(sequences))
         yield run, step, config, model, *(ids.to(device) for ids in batch)
+
+
+def table(measure, columns: dict, folder, tokens, sequences: int, device="cpu", **changes):
+    """What a study says of all weights that the runs of a folder kept, as one DataFrame.
+
+    measure: from (model, text, targets, amp), amp the run's, to a DataFrame. columns: of the table,
+    name to dtype; arm, seed and step are added. The rest, and errors: as in `models`.
+    """
+    rows = [
+        measure(model, text, targets, text.is_cuda if config.amp is None else config.amp).assign(
+            arm=run.info["arm"], seed=run.seed, step=step
+        )
+        for run, step, config, model, text, targets in models(
+            folder, tokens, sequences, device, **changes
+        )
+    ]
+    return pd.concat(rows)[list(columns)].astype(columns).reset_index(drop=True)
 
 
 def tabulate(argv, doc: str, compare: Callable, sequences: int, path: str) -> None:

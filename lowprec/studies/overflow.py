@@ -10,6 +10,7 @@ how many are not finite. One small table, after which the weights may go:
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pandas as pd
 import torch
@@ -19,7 +20,7 @@ from lowprec.capture import observe
 from lowprec.formats import round_to
 from lowprec.model import take_heads
 from lowprec.policy import PrecisionPolicy
-from lowprec.studies.kept import models, tabulate
+from lowprec.studies.kept import table, tabulate
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "place": "str", "largest": "float32",
@@ -63,18 +64,8 @@ def _products(seen, policy: str, heads) -> torch.Tensor:
     return round_to((q @ k.mT).tril(), site.fmt, "nearest_even")
 
 
-def compare(folder, tokens, sequences: int, device: str = "cpu") -> pd.DataFrame:
-    """`largest` for every run of `folder` at every step that it kept: columns `COLUMNS`.
-
-    tokens, sequences, errors: as in `lowprec.studies.kept.models`.
-    """
-    rows = [
-        largest(model, text, targets, text.is_cuda if config.amp is None else config.amp).assign(
-            arm=run.info["arm"], seed=run.seed, step=step
-        )
-        for run, step, config, model, text, targets in models(folder, tokens, sequences, device)
-    ]
-    return pd.concat(rows)[list(COLUMNS)].astype(COLUMNS).reset_index(drop=True)
+compare = functools.partial(table, largest, COLUMNS)
+"""`largest` of the kept weights of all runs in a folder; see `lowprec.studies.kept.table`."""
 
 
 def main(argv: list[str] | None = None) -> None:

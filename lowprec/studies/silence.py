@@ -10,6 +10,8 @@ what the floor takes. One small table, after which the weights may go:
 
 from __future__ import annotations
 
+import functools
+
 import pandas as pd
 
 from lowprec import entry
@@ -17,7 +19,7 @@ from lowprec.attention import trace
 from lowprec.capture import observe
 from lowprec.model import take_heads
 from lowprec.policy import PrecisionPolicy
-from lowprec.studies.kept import models, tabulate
+from lowprec.studies.kept import table, tabulate
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "layer": "int16", "head": "int16",
@@ -52,18 +54,8 @@ def count(model, text, targets, amp: bool = True) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def compare(folder, tokens, sequences: int, device: str = "cpu") -> pd.DataFrame:
-    """`count` for every run of `folder` at every step that it kept: columns `COLUMNS`.
-
-    tokens, sequences, errors: as in `lowprec.studies.kept.models`.
-    """
-    rows = [
-        count(model, text, targets, text.is_cuda if config.amp is None else config.amp).assign(
-            arm=run.info["arm"], seed=run.seed, step=step
-        )
-        for run, step, config, model, text, targets in models(folder, tokens, sequences, device)
-    ]
-    return pd.concat(rows)[list(COLUMNS)].astype(COLUMNS).reset_index(drop=True)
+compare = functools.partial(table, count, COLUMNS)
+"""`count` of the kept weights of all runs in a folder; see `lowprec.studies.kept.table`."""
 
 
 def main(argv: list[str] | None = None) -> None:
