@@ -533,6 +533,27 @@ def test_fa2_has_few_tied_maxima(recorded):
     assert table.tied_rows.sum() < 0.001 * table.rows.sum(), MEND
 
 
+def test_first_screens_and_limits_of_other_pages(recorded):
+    """What the shelf and the text cells of pages 11, 42 and 46 say without computing it."""
+    low = {run.seed: run.explosion.onset for run in chosen(recorded, "mini", "low")}
+    of = {arm: chosen(recorded, "rivals", arm) for arm in ("dither", "lr_half", "warmup_4x")}
+    later = {arm: [x.explosion.onset > low[x.seed] for x in some] for arm, some in of.items()}
+    assert sorted(later["lr_half"]) == [False, False, True], "page 11"
+    assert sorted(later["warmup_4x"]) == [False, True, True, True], "page 42"
+    ended = chosen(recorded, "untying", "untied_faint", "loud_open")
+    assert {run.info["ended"] for run in ended} == {"non-finite"} and len(ended) == 8, "page 46"
+    risen = [run.explosion.onset < len(run.metrics) - 1 for run in ended]
+    confirmed = [run.info["ended"] == "explosion" for run in of["dither"]]
+    assert sum(risen) == 2 and all(confirmed) and len(confirmed) == 4, "page 46 and the shelf"
+    loud = chosen(recorded, "held", "untied_loud")
+    assert all(run.explosion is None and not take_offs(run, 2, 200).empty for run in loud), "46"
+    rows = pd.read_parquet(ROOT / "data/runs/untying/silence.parquet")
+    rows = rows[(rows.arm == "loud_seen") & (rows.layer == 1)]
+    rows = rows.groupby(["step", "seed"])[["tied", "tied_lost"]].sum()
+    share = (rows.tied_lost / rows.tied).unstack()
+    assert (share.loc[1400] > 0.95).all() and share.loc[2400].mean() < 0.8, "page 46"
+
+
 def test_fp16_has_few_tied_maxima(recorded):
     for run in chosen(recorded, "rivals", "fp16"):
         total = sums(run, 1399, 1599).loc[1].sum()

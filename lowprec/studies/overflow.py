@@ -36,26 +36,29 @@ def largest(model, text, targets, amp) -> pd.DataFrame:
     before the scale, as the policy stores them. largest: of the finite numbers' sizes, 0 if none
     is. lost: how many are infinite or NaN.
     """
-    found = {}
+    found = []
 
-    def note(place, x):
+    def about(place, x):
         finite = x.isfinite()
         size = x.float().abs().where(finite, 0.0).max().item()
-        found[place] = dict(place=place, largest=size, lost=int((~finite).sum()))
+        return dict(place=place, largest=size, lost=int((~finite).sum()))
 
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
             if not list(module.children()):
-                hook = module.register_forward_hook(lambda m, x, y, name=name: note(name, y))
+                hook = module.register_forward_hook(
+                    lambda m, x, y, name=name: found.append(about(name, y))
+                )
                 stack.callback(hook.remove)
         seen = observe(model, text, targets, amp=amp)
-    for layer, s in seen.items():
-        note(f"blocks.{layer}.qk", torch.cat([_products(s, *group) for group in s.groups], 1))
-    note("loss", seen[0].loss)
-    after = {f"blocks.{layer}.qkv": f"blocks.{layer}.qk" for layer in seen}
-    order = [place for place in found if place not in after.values()]
-    order = [place for each in order for place in (each, after.get(each)) if place]
-    return pd.DataFrame([found[place] for place in order])
+    products = {
+        f"blocks.{i}.qkv": about(
+            f"blocks.{i}.qk", torch.cat([_products(s, *g) for g in s.groups], 1)
+        )
+        for i, s in seen.items()
+    }
+    rows = [row for each in found for row in (each, products.get(each["place"])) if row]
+    return pd.DataFrame([*rows, about("loss", seen[0].loss)])
 
 
 def _products(seen, policy: str, heads) -> torch.Tensor:
