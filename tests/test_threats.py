@@ -26,9 +26,10 @@ PAGES = ("how_to_read", "threats", "shelf")
 CAMPAIGNS = (
     "mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2",
     "specimens", "remedies", "rivals", "halves", "swapped", "alike", "ties", "held", "untying",
+    "silent", "fp16",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
-WAITING = ("paper", "sites", "silent", "fp16", "batches")
+WAITING = ("paper", "sites", "batches")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
 """Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""
@@ -72,6 +73,7 @@ OTHER_OUTPUT = (
     ("mini", "o_fp32"), ("production", "fa2_o_fp32"), ("origin", "fa2_redrawn"),
     ("remedies", "fa2_dp", "fa2_stochastic_o_fp32"), ("rivals", "o_split"),
     ("halves", "torch_o_fp32"), ("swapped", "torch_redrawn"), ("held", "decay_o_fp32"),
+    ("fp16", "fp16_o_fp32"),
 )  # fmt: skip
 MEND = "mend book/threats.md, which says otherwise"
 
@@ -265,7 +267,7 @@ def test_sizes(recorded):
             assert config["batch_size"] * config["block_size"] == 32768, MEND
             assert config["n_layer"] == (12 if name in LARGE else 6), MEND
     six = "mini origin production drift layers remedies rivals halves swapped alike ties held"
-    for name in [*six.split(), "untying"]:
+    for name in [*six.split(), "untying", "silent", "fp16"]:
         slow = [run for run in recorded[name].run if run.info["config"]["lr"] != 4e-3]
         other = {"lr_half"} if name == "rivals" else set()
         assert {run.info["arm"] for run in slow} == other, MEND
@@ -370,6 +372,8 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         "ties": set(),
         "held": set(),
         "untying": set(),
+        "silent": set(),
+        "fp16": {("fp16_o_fp32", s) for s in (1, 2, 3)} | {("fp16_s_fp32", s) for s in range(4)},
         "mini": set(),
         "drift": set(),
         "layers": set(),
@@ -552,6 +556,23 @@ def test_first_screens_and_limits_of_other_pages(recorded):
     rows = rows.groupby(["step", "seed"])[["tied", "tied_lost"]].sum()
     share = (rows.tied_lost / rows.tied).unstack()
     assert (share.loc[1400] > 0.95).all() and share.loc[2400].mean() < 0.8, "page 46"
+    tied = {arm: chosen(recorded, "silent", arm) for arm in ("tied_muted", "tied_muted_late")}
+    ruled = chosen(recorded, "rivals", "beta2_floor", "beta7_floor")
+    ruled += loud + chosen(recorded, "ties", "untied")
+    calm = [*tied["tied_muted"], *tied["tied_muted_late"], *ruled]
+    assert (len(calm), len(ruled)) == (24, 16), "the table of page 46"
+    assert all(run.explosion is None and run.info["ended"] == "completed" for run in calm), "46"
+    first = chosen(recorded, "mini", "low")
+    assert len(first) == 8 and all(run.explosion.confirmed for run in first), "page 46"
+    healthy = {run.seed: run.final_loss for run in chosen(recorded, "mini", "o_fp32")}
+    for run in tied["tied_muted"]:
+        assert take_offs(run, lag=200, every=50).empty, "page 46"
+        assert 0 < run.final_loss - healthy[run.seed] < 0.02, "page 46"
+    for run in tied["tied_muted_late"]:
+        assert not take_offs(run, lag=200, every=50).empty and excess(run).max() < 0.3, "page 46"
+    kept = chosen(recorded, "fp16", "fp16_o_fp32")
+    assert [run.info["ended"] for run in kept] == ["completed"], "page 42 says one run"
+    assert excess(kept[0]).max() < 0.1 and take_offs(kept[0], lag=200, every=200).empty, "page 42"
 
 
 def test_fp16_has_few_tied_maxima(recorded):
