@@ -279,6 +279,14 @@ class Capture:
     def sequences(self) -> list[int]:
         return self.meta["sequences"]
 
+    def first(self, count: int) -> Capture:
+        """The capture cut to its first tokens, which attention allows, being causal."""
+        if not self.meta["causal"]:
+            raise UserError(f"{self.path.stem} is not causal, so it cannot be cut")
+        cut = {name: self.tensors[name][:, :count] for name in ("x", "tokens", "targets")}
+        cut |= {name: self.tensors[name][:, :, :count] for name in ("q", "k", "v", "o", "do")}
+        return dataclasses.replace(self, tensors=self.tensors | cut)
+
     def replay(self, policy=None, impl="auto", device=None) -> SimpleNamespace:
         """Compute the captured attention and its backward again, on the GPU if there is one.
 

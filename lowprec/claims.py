@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowprec import UserError
-from lowprec.notebook import CLAIM_MIME, PROFILES
+from lowprec.notebook import CLAIM_MIME, PROFILES, minus
 
 OPERATORS = {
     "==": operator.eq,
@@ -282,6 +282,7 @@ def _result(claim, value, n, interval, profile, note, registered, **how) -> Resu
     verdict = claim.verdict_on(value, int(n), interval, profile, **how)
     if verdict == "not run" or not n:
         value = interval = None
+    note = note and minus(note)
     return Result(claim, verdict, value, int(n), interval, profile, note, registered)
 
 

@@ -16,6 +16,7 @@ import difflib
 import html
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -97,6 +98,28 @@ def _typed(name: str, annotation: str, value):
         found = type(value).__name__
         raise UserError(f"parameter {name!r} takes {annotation} and was given {value!r} ({found})")
     return value
+
+
+# Numbers in computed sentences
+
+
+def minus(text: str) -> str:
+    """The text with a minus sign, at which no line breaks, for each hyphen before a number."""
+    return re.sub(r"(?<![\w⁻-])-(?=[\d.])", "−", text)
+
+
+def span(values, form: str = "{:.2f}") -> str:
+    """The least and the largest of some numbers in words, one if they read alike."""
+    values = list(values)
+    ends = (min(values), max(values)) if values else ()
+    return minus(" to ".join(dict.fromkeys(form.format(x) for x in ends))) or "none"
+
+
+def say(text: str):
+    """A computed text, in Markdown."""
+    from IPython.display import Markdown
+
+    return Markdown(minus(text))
 
 
 def require_gpu(profile: str) -> None:

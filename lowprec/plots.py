@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.collections import QuadMesh
 
 from lowprec import UserError
-from lowprec.notebook import FIGURE_MIME
+from lowprec.notebook import FIGURE_MIME, minus
 from lowprec.policy import PrecisionPolicy
 
 COLOURS = {
@@ -127,7 +127,7 @@ def label_cells(ax, cells, values, text, fontsize=9) -> None:
     for (row, column), value in np.ndenumerate(np.asarray(values)):
         ink = ink_on(cells.to_rgba(value))
         ax.text(
-            column + offset, row + offset, text(value), color=ink, fontsize=fontsize,
+            column + offset, row + offset, minus(text(value)), color=ink, fontsize=fontsize,
             ha="center", va="center", gid=f"cell_{panel}_{row}_{column}",
         )  # fmt: skip
 
@@ -179,7 +179,8 @@ def save_figure(fig, table: pd.DataFrame, name: str, alt: str, caption: str, har
 
     table: the numbers drawn, at most 400 kB as CSV. name: short and unique on its page, a-z, 0-9
     and "-". alt: what the figure shows, for a reader who cannot see it. hardware: the machine that
-    made the data, if it was not computed on this page.
+    made the data, if it was not computed on this page; or that of each run, "CPU" for a run that
+    was.
     """
     from IPython.display import display
 
@@ -201,6 +202,9 @@ def bundle(fig, table, name, alt, caption, hardware=None) -> tuple[dict, dict]:
             f"the table of figure {name} is {len(csv):,} bytes of CSV and {MAX_CSV:,} is the most: "
             f"keep every n-th row, or only the columns that are drawn"
         )
+    alt, caption = minus(alt), minus(caption)
+    if hardware is not None and not isinstance(hardware, str):
+        hardware = " and ".join(sorted(set(hardware) - {"CPU"})) or None
     about = {"name": name, "id": f"figure-{name}", "alt": alt, "caption": caption,
              "hardware": hardware}  # fmt: skip
     data = {

@@ -19,6 +19,24 @@ PARAMETERS = 'profile: str = "recorded"\nseeds: int = 3\nlr: float = 2e-3\nquick
 CHECK = "from lowprec.notebook import check_parameters\ncheck_parameters()"
 
 
+# Numbers in sentences
+
+
+def test_hyphens_before_numbers_become_minus_signs():
+    assert (
+        notebook.minus("-1, x-1, 1e-05, (-.5), 10⁻-3, a - 2")
+        == "−1, x-1, 1e-05, (−.5), 10⁻-3, a - 2"
+    )
+    assert notebook.say("| -1 |\n|---|").data == "| −1 |\n|---|"
+
+
+def test_a_span_has_both_ends_or_one():
+    assert notebook.span([0.126, -2, 1]) == "−2.00 to 1.00"
+    assert notebook.span({"a": 1.001, "b": 1.002}.values()) == "1.00"
+    assert notebook.span((x for x in (1000, 2)), "{:,}") == "2 to 1,000"
+    assert notebook.span([]) == "none"
+
+
 # The check, with a stand-in for the kernel
 
 

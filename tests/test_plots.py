@@ -73,6 +73,10 @@ def test_a_figure_says_what_it_shows_and_where_it_was_made():
     assert "recorded on NVIDIA H200" in recorded["text/html"]
     assert recorded[FIGURE_MIME]["hardware"] == "NVIDIA H200"
     assert recorded[FIGURE_MIME]["name"] == "loss"
+    several = bundle(hardware=iter(["H200", "H100", "H200"]), alt="Down to -3.")[0]
+    assert several[FIGURE_MIME]["hardware"] == "H100 and H200"
+    assert several[FIGURE_MIME]["alt"] == "Down to −3."
+    assert bundle(hardware=["CPU", "CPU"])[0][FIGURE_MIME]["hardware"] is None
 
 
 def test_the_data_of_a_figure_come_with_it():

@@ -197,17 +197,12 @@ def larger():
     return load_captures(ROOT / "data/captures/gpt2")
 
 
-def query_gradient(c, dq):
-    """W_Q's gradient of a captured head over its sequence, (head_dim, n_embd) float64."""
-    return dq[0, 0].double().mT @ c.tensors["x"][0].double()
-
-
 def gradient_error(c, policy):
     """Norm of what a policy makes of that gradient, minus the exact one."""
     q, k, v, do = (c.tensors[name] for name in ("q", "k", "v", "do"))
     exact = oracle(q, k, v, scale=c.scale, do=do).dq
     replayed = trace(q, k, v, do, policy, scale=c.scale, tile=c.tile, impl="emulate").dq
-    return query_gradient(c, replayed.double() - exact).norm().item()
+    return rivals.query_gradient(c, replayed.double() - exact).norm().item()
 
 
 def chosen(recorded, campaign, *arms):
@@ -540,15 +535,17 @@ def test_fa2_has_few_tied_maxima(recorded):
 def test_first_screens_and_limits_of_other_pages(recorded):
     """What the shelf and the text cells of pages 11, 42 and 46 say without computing it."""
     low = {run.seed: run.explosion.onset for run in chosen(recorded, "mini", "low")}
-    of = {arm: chosen(recorded, "rivals", arm) for arm in ("dither", "lr_half", "warmup_4x")}
+    named = ("dither", "offset_1", "offset_2", "lr_half", "warmup_4x")
+    of = {arm: chosen(recorded, "rivals", arm) for arm in named}
     later = {arm: [x.explosion.onset > low[x.seed] for x in some] for arm, some in of.items()}
     assert sorted(later["lr_half"]) == [False, False, True], "page 11"
     assert sorted(later["warmup_4x"]) == [False, True, True, True], "page 42"
     ended = chosen(recorded, "untying", "untied_faint", "loud_open")
     assert {run.info["ended"] for run in ended} == {"non-finite"} and len(ended) == 8, "page 46"
     risen = [run.explosion.onset < len(run.metrics) - 1 for run in ended]
-    confirmed = [run.info["ended"] == "explosion" for run in of["dither"]]
-    assert sum(risen) == 2 and all(confirmed) and len(confirmed) == 4, "page 46 and the shelf"
+    moved = [run for arm in ("dither", "offset_1", "offset_2") for run in of[arm]]
+    confirmed = [run.info["ended"] == "explosion" for run in moved]
+    assert sum(risen) == 2 and all(confirmed) and len(confirmed) == 12, "page 46 and the shelf"
     loud = chosen(recorded, "held", "untied_loud")
     assert all(run.explosion is None and not take_offs(run, 2, 200).empty for run in loud), "46"
     rows = pd.read_parquet(ROOT / "data/runs/untying/silence.parquet")
@@ -562,14 +559,15 @@ def test_first_screens_and_limits_of_other_pages(recorded):
     calm = [*tied["tied_muted"], *tied["tied_muted_late"], *ruled]
     assert (len(calm), len(ruled)) == (24, 16), "the table of page 46"
     assert all(run.explosion is None and run.info["ended"] == "completed" for run in calm), "46"
-    first = chosen(recorded, "mini", "low")
-    assert len(first) == 8 and all(run.explosion.confirmed for run in first), "page 46"
+    first = [run for run in chosen(recorded, "mini", "low") if run.seed < 4]
+    assert len(first) == 4 and all(run.explosion.confirmed for run in first), "page 46"
     healthy = {run.seed: run.final_loss for run in chosen(recorded, "mini", "o_fp32")}
     for run in tied["tied_muted"]:
         assert take_offs(run, lag=200, every=50).empty, "page 46"
         assert 0 < run.final_loss - healthy[run.seed] < 0.02, "page 46"
     for run in tied["tied_muted_late"]:
         assert not take_offs(run, lag=200, every=50).empty and excess(run).max() < 0.3, "page 46"
+        assert 0.04 < run.final_loss - healthy[run.seed] < 0.07, "page 46"
     kept = chosen(recorded, "fp16", "fp16_o_fp32")
     assert [run.info["ended"] for run in kept] == ["completed"], "page 42 says one run"
     assert excess(kept[0]).max() < 0.1 and take_offs(kept[0], lag=200, every=200).empty, "page 42"
@@ -738,7 +736,7 @@ def test_one_sequence_against_its_batch(recorded, windows, captures):
         (row,) = table[where].itertuples()
         batch[stem] = row.error_norm / row.grad_norm
         replayed = c.replay(impl="emulate")
-        size = query_gradient(c, replayed.dq).norm().item()
+        size = rivals.query_gradient(c, replayed.dq).norm().item()
         sequence[stem] = c.query_error(replayed).norm().item() / size
     assert sum(sequence[stem] > batch[stem] for stem in captures) == 4, MEND
     pairs = [(stem, stem.replace("-healthy", "")) for stem in captures if "healthy" in stem]
