@@ -568,6 +568,16 @@ def test_first_screens_and_limits_of_other_pages(recorded):
     for run in tied["tied_muted_late"]:
         assert not take_offs(run, lag=200, every=50).empty and excess(run).max() < 0.3, "page 46"
         assert 0.04 < run.final_loss - healthy[run.seed] < 0.07, "page 46"
+    safe = chosen(recorded, "production", "fa2_o_fp32")
+    assert len(safe) == 8 and all(run.explosion is None for run in safe), "page 44"
+    failing = chosen(recorded, "mini", "fa2")
+    assert len(failing) == 8 and all(run.explosion.confirmed for run in failing), "page 44"
+    for arm, count in (("low", 8), ("o_fp32", 8), ("o_acc", 8)):
+        found = [run.explosion is not None for run in chosen(recorded, "mini", arm)]
+        assert found == [arm != "o_fp32"] * count, "page 23"
+    of_dp = chosen(recorded, "remedies", "fa2_dp")
+    assert len(of_dp) == 4 and all(run.explosion is None for run in of_dp), "page 23"
+    assert all(REGISTRY[id].verdict == "supported" for id in ("fix-speed", "fix-memory")), "44"
     kept = chosen(recorded, "fp16", "fp16_o_fp32")
     assert [run.info["ended"] for run in kept] == ["completed"], "page 42 says one run"
     assert excess(kept[0]).max() < 0.1 and take_offs(kept[0], lag=200, every=200).empty, "page 42"
