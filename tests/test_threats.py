@@ -62,6 +62,7 @@ ON_RUNS = (
     "44_a_better_fix",
     "45_is_my_model_affected",
     "46_ties_or_silence",
+    "47_three_more_bits",
     "62_do_weights_drift_apart",
     "63_a_study_of_bfloat16",
 )
@@ -579,8 +580,8 @@ def test_first_screens_and_limits_of_other_pages(recorded):
     assert len(of_dp) == 4 and all(run.explosion is None for run in of_dp), "page 23"
     assert all(REGISTRY[id].verdict == "supported" for id in ("fix-speed", "fix-memory")), "44"
     kept = chosen(recorded, "fp16", "fp16_o_fp32")
-    assert [run.info["ended"] for run in kept] == ["completed"], "page 42 says one run"
-    assert excess(kept[0]).max() < 0.1 and take_offs(kept[0], lag=200, every=200).empty, "page 42"
+    assert [run.info["ended"] for run in kept] == ["completed"], "page 47 says one run"
+    assert excess(kept[0]).max() < 0.1 and take_offs(kept[0], lag=200, every=200).empty, "page 47"
 
 
 def test_fp16_has_few_tied_maxima(recorded):
