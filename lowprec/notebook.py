@@ -104,8 +104,10 @@ def _typed(name: str, annotation: str, value):
 
 
 def minus(text: str) -> str:
-    """The text with a minus sign, at which no line breaks, for each hyphen before a number."""
-    return re.sub(r"(?<![\w⁻-])-(?=[\d.])", "−", text)
+    """The text with a minus sign, at which no line breaks, for each hyphen before a number, but in
+    code, formulas and links."""
+    parts = r"(`[^`]*`|\$[^$]*\$|\]\([^)]*\))|(?<![\w⁻=/-])-(?=[\d.])"
+    return re.sub(parts, lambda found: found[1] or "−", text)
 
 
 def span(values, form: str = "{:.2f}") -> str:

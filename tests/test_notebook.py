@@ -28,6 +28,8 @@ def test_hyphens_before_numbers_become_minus_signs():
         == "−1, x-1, 1e-05, (−.5), 10⁻-3, a - 2"
     )
     assert notebook.say("| -1 |\n|---|").data == "| −1 |\n|---|"
+    for kept in ("`delta_bias(-0.02)`", "`a=-1`", "$x_{-1}$", "[-](a/ -1.md)", "delta_bias=-0.02"):
+        assert notebook.minus(kept) == kept
 
 
 def test_a_span_has_both_ends_or_one():
