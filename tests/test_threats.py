@@ -536,64 +536,83 @@ def test_fa2_has_few_tied_maxima(recorded):
     assert table.tied_rows.sum() < 0.001 * table.rows.sum(), MEND
 
 
-def test_first_screens_and_limits_of_other_pages(recorded):
-    """What the shelf and the text cells of pages 11, 42 and 46 say without computing it."""
+# What other pages say on their first screens and in their limits without computing it
+
+
+def test_pages_11_and_42_which_changes_of_training_come_later(recorded):
     low = {run.seed: run.explosion.onset for run in chosen(recorded, "mini", "low")}
-    named = ("dither", "offset_1", "offset_2", "lr_half", "warmup_4x")
-    of = {arm: chosen(recorded, "rivals", arm) for arm in named}
-    later = {arm: [x.explosion.onset > low[x.seed] for x in some] for arm, some in of.items()}
-    assert sorted(later["lr_half"]) == [False, False, True], "page 11"
-    assert sorted(later["warmup_4x"]) == [False, True, True, True], "page 42"
+    later = {
+        arm: sorted(x.explosion.onset > low[x.seed] for x in chosen(recorded, "rivals", arm))
+        for arm in ("lr_half", "warmup_4x")
+    }
+    assert later == {"lr_half": [False, False, True], "warmup_4x": [False, True, True, True]}
+
+
+def test_pages_12_and_21_what_explodes(recorded):
+    tiled = chosen(recorded, "production", "fa2_tile128")
+    for run in chosen(recorded, "sites", "paper", "released") + tiled:
+        assert run.explosion.confirmed
+    sdpa = [run.explosion for run in chosen(recorded, "production", "sdpa")]
+    assert sum(bool(found and found.confirmed) for found in sdpa) > len(sdpa) / 2
+
+
+def test_page_23_which_repairs_help(recorded):
+    for arm in ("low", "o_fp32", "o_acc"):
+        found = [run.explosion is not None for run in chosen(recorded, "mini", arm)]
+        assert found == [arm != "o_fp32"] * 8
+    of_dp = chosen(recorded, "remedies", "fa2_dp")
+    assert len(of_dp) == 4 and all(run.explosion is None for run in of_dp)
+
+
+def test_page_44_the_fix_holds_and_is_cheap(recorded):
+    safe = chosen(recorded, "production", "fa2_o_fp32")
+    assert len(safe) == 8 and all(run.explosion is None for run in safe)
+    failing = chosen(recorded, "mini", "fa2")
+    assert len(failing) == 8 and all(run.explosion.confirmed for run in failing)
+    assert all(REGISTRY[id].verdict == "supported" for id in ("fix-speed", "fix-memory"))
+
+
+def test_page_46_weights_below_1_without_silence(recorded):
+    """The shelf, too."""
+    moved = chosen(recorded, "rivals", "dither", "offset_1", "offset_2")
     ended = chosen(recorded, "untying", "untied_faint", "loud_open")
-    assert {run.info["ended"] for run in ended} == {"non-finite"} and len(ended) == 8, "page 46"
-    risen = [run.explosion.onset < len(run.metrics) - 1 for run in ended]
-    moved = [run for arm in ("dither", "offset_1", "offset_2") for run in of[arm]]
-    confirmed = [run.info["ended"] == "explosion" for run in moved]
-    assert sum(risen) == 2 and all(confirmed) and len(confirmed) == 12, "page 46 and the shelf"
+    assert len(moved) == 12 and {run.info["ended"] for run in moved} == {"explosion"}
+    assert len(ended) == 8 and {run.info["ended"] for run in ended} == {"non-finite"}
+    assert sum(run.explosion.onset < len(run.metrics) - 1 for run in ended) == 2
+    begun = [not take_offs(run, lag=200, every=200).empty for run in moved + ended]
+    assert (sum(begun), len(begun)) == (18, 20)
+
+
+def test_page_46_silence(recorded):
     loud = chosen(recorded, "held", "untied_loud")
-    assert all(run.explosion is None and not take_offs(run, 2, 200).empty for run in loud), "46"
+    assert all(run.explosion is None and not take_offs(run, 2, 200).empty for run in loud)
     rows = pd.read_parquet(ROOT / "data/runs/untying/silence.parquet")
     rows = rows[(rows.arm == "loud_seen") & (rows.layer == 1)]
     rows = rows.groupby(["step", "seed"])[["tied", "tied_lost"]].sum()
     share = (rows.tied_lost / rows.tied).unstack()
-    assert (share.loc[1400] > 0.95).all() and share.loc[2400].mean() < 0.8, "page 46"
-    runs_kept = moved + ended
-    begun = [not take_offs(run, lag=200, every=200).empty for run in runs_kept]
-    assert (sum(begun), len(begun)) == (18, 20), "page 46"
-    tied = {arm: chosen(recorded, "silent", arm) for arm in ("tied_muted", "tied_muted_late")}
+    assert (share.loc[1400] > 0.95).all() and share.loc[2400].mean() < 0.8
+    muted, late = (chosen(recorded, "silent", arm) for arm in ("tied_muted", "tied_muted_late"))
     ruled = chosen(recorded, "rivals", "beta2_floor", "beta7_floor")
     ruled += loud + chosen(recorded, "ties", "untied")
-    calm = [*tied["tied_muted"], *tied["tied_muted_late"], *ruled]
-    assert (len(calm), len(ruled)) == (24, 16), "the table of page 46"
-    assert all(run.explosion is None and run.info["ended"] == "completed" for run in calm), "46"
+    assert (len(muted), len(late), len(ruled)) == (4, 4, 16), "the page has them in a table"
+    for run in muted + late + ruled:
+        assert run.explosion is None and run.info["ended"] == "completed"
     first = [run for run in chosen(recorded, "mini", "low") if run.seed < 4]
-    assert len(first) == 4 and all(run.explosion.confirmed for run in first), "page 46"
+    assert len(first) == 4 and all(run.explosion.confirmed for run in first)
     healthy = {run.seed: run.final_loss for run in chosen(recorded, "mini", "o_fp32")}
-    for run in tied["tied_muted"]:
-        assert take_offs(run, lag=200, every=50).empty, "page 46"
-        assert 0 < run.final_loss - healthy[run.seed] < 0.02, "page 46"
-    for run in tied["tied_muted_late"]:
-        assert not take_offs(run, lag=200, every=50).empty and excess(run).max() < 0.3, "page 46"
-        assert 0.04 < run.final_loss - healthy[run.seed] < 0.07, "page 46"
-    safe = chosen(recorded, "production", "fa2_o_fp32")
-    assert len(safe) == 8 and all(run.explosion is None for run in safe), "page 44"
-    failing = chosen(recorded, "mini", "fa2")
-    assert len(failing) == 8 and all(run.explosion.confirmed for run in failing), "page 44"
-    for arm, count in (("low", 8), ("o_fp32", 8), ("o_acc", 8)):
-        found = [run.explosion is not None for run in chosen(recorded, "mini", arm)]
-        assert found == [arm != "o_fp32"] * count, "page 23"
-    of_dp = chosen(recorded, "remedies", "fa2_dp")
-    assert len(of_dp) == 4 and all(run.explosion is None for run in of_dp), "page 23"
-    assert all(REGISTRY[id].verdict == "supported" for id in ("fix-speed", "fix-memory")), "44"
+    for run in muted:
+        assert take_offs(run, lag=200, every=50).empty
+        assert 0 < run.final_loss - healthy[run.seed] < 0.02
+    for run in late:
+        assert not take_offs(run, lag=200, every=50).empty and excess(run).max() < 0.3
+        assert 0.04 < run.final_loss - healthy[run.seed] < 0.07
+
+
+def test_page_47_fp16_with_delta_from_an_unrounded_output(recorded):
     kept = chosen(recorded, "fp16", "fp16_o_fp32")
-    assert [run.info["ended"] for run in kept] == ["completed"] * 4, "page 47"
+    assert [run.info["ended"] for run in kept] == ["completed"] * 4
     for run in kept:
-        assert excess(run).max() < 0.1 and take_offs(run, lag=200, every=200).empty, "page 47"
-    tiled = chosen(recorded, "production", "fa2_tile128")
-    for run in chosen(recorded, "sites", "paper", "released") + tiled:
-        assert run.explosion.confirmed, "pages 12 and 21"
-    sdpa = [run.explosion for run in chosen(recorded, "production", "sdpa")]
-    assert sum(bool(found and found.confirmed) for found in sdpa) > len(sdpa) / 2, "page 21"
+        assert excess(run).max() < 0.1 and take_offs(run, lag=200, every=200).empty
 
 
 def test_a_rounded_numerator_alone_has_hardly_a_tied_maximum(recorded):
