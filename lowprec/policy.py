@@ -259,7 +259,8 @@ ALL_FP32 = _low("")
 FA2 = _low("p o p_bwd ds")
 """Production flash-attention kernels: operands of a matmul are BF16, accumulators FP32."""
 PAPER = _low("s p o_acc o")
-"""Qiu & Yao's Eq. 4: BF16 scores, probabilities and numerator; backward in FP32."""
+"""Qiu & Yao's Eq. 4: BF16 scores, probabilities, numerator and output; no site of the backward,
+which forms the scores again, in BF16."""
 LOW = _low("s p l o_acc o dodo dp p_bwd ds")
 """Everything that attention keeps per row or per score in BF16; run untiled."""
 RELEASED = _low("s x p l o_acc o dodo dp p_bwd ds dq_acc dkdv_acc", l_floor=1e-10)

@@ -183,7 +183,7 @@ PRESETS = [
     ("ALL_FP32", None), ("FA2", None), ("PAPER", None), ("LOW", None), ("RELEASED", 512),
     ("PAPER+shift=beta(beta=7)", None), ("LOW+shift=mute(amplitude=23.7)+l_floor=1e-10", None),
     *((f"LOW+delta_from={source}", None) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
-    ("FA2+delta_from=o_fp32+delta_bias=0.02", None),
+    ("FA2+delta_from=o_fp32+delta_bias=0.02", None), ("RELEASED+delta_from=o_fp32", 512),
 ]  # fmt: skip
 NATIVE = [
     pytest.param("FA2", None, 64, dict(probe=False), id="FA2-64-without-probe"),

@@ -617,8 +617,9 @@ def test_page_47_fp16_with_delta_from_an_unrounded_output(recorded):
 
 def test_a_rounded_numerator_alone_has_hardly_a_tied_maximum(recorded):
     for run in chosen(recorded, "sites", "only_o_acc"):
-        table = run.probes[run.probes.step < run.explosion.onset]
-        assert table.tied_rows.sum() < 1e-4 * table.rows.sum(), f"{MEND}, and page 23"
+        end = take_offs(run, lag=200, every=200).step.min()
+        table = sums(run, 0, end).loc[1].sum()
+        assert table.tied_rows < 1e-5 * table.rows, f"{MEND}, and page 23"
 
 
 def test_fp16_has_few_tied_maxima(recorded):
@@ -640,7 +641,7 @@ def test_predictions_by_campaign():
         remedies="fix delta", held="stabilised rivals-held", ties="stabilised", fp16="rivals-fp16",
         sites="ran tile delta",
     )  # fmt: skip
-    few = dict(layers=3, fp16=4, sites=9)  # two of five are others; some are several claims
+    few = dict(layers=3, fp16=4, sites=10)  # two of five are others; some are several claims
     rows = re.findall(r"^  \| `(\w+)`[^|]*\| ([^|]+) \|([^|]*)\|$", THREATS, re.MULTILINE)
     assert [name for name, *_ in rows] == list(of)
     every = []
