@@ -564,6 +564,12 @@ def test_page_23_which_repairs_help(recorded):
     assert len(of_dp) == 4 and all(run.explosion is None for run in of_dp)
 
 
+def test_page_24_the_largest_sum_of_all_heads_names_the_first():
+    """In six runs of six."""
+    claim = REGISTRY["heads-sum-whole"]
+    assert (claim.verdict, claim.threshold, claim.n) == ("supported", 6, 6)
+
+
 def test_page_44_the_fix_holds_and_is_cheap(recorded):
     safe = chosen(recorded, "production", "fa2_o_fp32")
     assert len(safe) == 8 and all(run.explosion is None for run in safe)
@@ -639,9 +645,9 @@ def test_predictions_by_campaign():
         drift="bias", layers="layer", untying="stabilised", silent="stabilised-tied",
         alike="rivals-alike", specimens="larger-specimen", production="delta peers",
         remedies="fix delta", held="stabilised rivals-held", ties="stabilised", fp16="rivals-fp16",
-        sites="ran tile delta",
+        sites="ran tile delta heads-sum-alone",
     )  # fmt: skip
-    few = dict(layers=3, fp16=4, sites=10)  # two of five are others; some are several claims
+    few = dict(layers=3, fp16=4, sites=11)  # two of five are others; some are several claims
     rows = re.findall(r"^  \| `(\w+)`[^|]*\| ([^|]+) \|([^|]*)\|$", THREATS, re.MULTILINE)
     assert [name for name, *_ in rows] == list(of)
     every = []
