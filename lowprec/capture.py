@@ -45,7 +45,9 @@ META = (
 differ from `heads` where heads of a layer have several policies."""
 
 
-def observe(model, tokens, targets, seed=0, amp=True, layers=None) -> dict[int, SimpleNamespace]:
+def observe(
+    model, tokens, targets, seed=0, amp=True, layers=None, loss_scale: float = 1.0
+) -> dict[int, SimpleNamespace]:
     """What the attention of each layer reads and gets back on a batch: {layer: namespace}.
 
     model: a GPT, or DistributedDataParallel or torch.compile around one. tokens, targets: (B, T)
@@ -58,7 +60,8 @@ def observe(model, tokens, targets, seed=0, amp=True, layers=None) -> dict[int, 
 
     A namespace holds x (B, T, C), the normalised input as the matmul with W_QKV reads it; q, k, v,
     o, do (B, H, T, D); tokens, targets, loss, and how the layer calls attention: groups, tile,
-    impl, seed. `do` is the gradient of this batch's mean loss.
+    impl, seed. `do` is the gradient of `loss_scale` times this batch's mean loss; in FP16 the
+    gradients underflow without a scale.
     """
     model, seen = _unwrapped(model), {}
     with contextlib.ExitStack() as stack:
@@ -67,7 +70,8 @@ def observe(model, tokens, targets, seed=0, amp=True, layers=None) -> dict[int, 
         stack.enter_context(torch.enable_grad())
         stack.enter_context(autocast(tokens.device, amp))
         loss = GPT.loss(model, model.token(tokens), targets, None, seed)
-    gradients = torch.autograd.grad(loss, [s.o for s in seen.values()])
+        scaled = loss_scale * loss
+    gradients = torch.autograd.grad(scaled, [s.o for s in seen.values()])
     for s, do in zip(seen.values(), gradients, strict=True):
         s.do = do
         for name in ("x", "q", "k", "v", "o"):

@@ -29,7 +29,7 @@ CAMPAIGNS = (
     "silent", "fp16", "sites",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
-WAITING = ("paper", "batches")
+WAITING = ("paper", "batches", "crossed")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
 """Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""
@@ -564,10 +564,26 @@ def test_page_23_which_repairs_help(recorded):
     assert len(of_dp) == 4 and all(run.explosion is None for run in of_dp)
 
 
-def test_page_24_the_largest_sum_of_all_heads_names_the_first():
-    """In six runs of six."""
-    claim = REGISTRY["heads-sum-whole"]
-    assert (claim.verdict, claim.threshold, claim.n) == ("supported", 6, 6)
+def test_page_12_one_run_of_fa2_has_no_take_off_between_probes_far_apart(recorded):
+    first = [run for run in chosen(recorded, "mini", "fa2") if run.seed < 4]
+    assert [take_offs(run, 2, 200, every=200).empty for run in first].count(True) == 1
+
+
+def test_page_24_how_often_the_largest_sum_of_all_heads_names_the_first(recorded):
+    def named(*names):
+        of = []
+        for run in chosen(recorded, *names):
+            taken = take_offs(run, lag=200, every=200)
+            if len(taken) and (end := taken.step[0] - 400) >= 200:
+                values = sums(run, end - 200, end).delta_bias
+                of.append(values.idxmax() == (taken.layer[0], taken["head"][0]))
+        return np.array([sum(of), len(of)])
+
+    other = [("sites", "paper", "only_o_acc"), ("mini", "fa2"), ("production", "fa2_tile128")]
+    other.append(("rivals", "fp16"))
+    assert list(sum(named(*names) for names in other)) == [17, 21]
+    bf16 = [("sites", "released"), ("mini", "low", "o_acc", "dodo")]
+    assert list(sum(named(*names) for names in bf16)) == [8, 28]
 
 
 def test_page_44_the_fix_holds_and_is_cheap(recorded):
