@@ -556,17 +556,23 @@ def test_pages_12_and_21_what_explodes(recorded):
     assert sum(bool(found and found.confirmed) for found in sdpa) > len(sdpa) / 2
 
 
+def test_page_12_one_run_of_fa2_has_no_take_off_between_probes_far_apart(recorded):
+    first = [run for run in chosen(recorded, "mini", "fa2") if run.seed < 4]
+    assert [take_offs(run, 2, 200, every=200).empty for run in first].count(True) == 1
+
+
+def test_page_12_the_errors_sum_to_something_positive_with_each(recorded):
+    trained = chosen(recorded, "sites", "paper", "released") + chosen(recorded, "mini", "fa2")
+    assert len(trained) == 16
+    assert all(sums(run, 599, 999).loc[1].delta_bias.sum() > 0 for run in trained)
+
+
 def test_page_23_which_repairs_help(recorded):
     for arm in ("low", "o_fp32", "o_acc"):
         found = [run.explosion is not None for run in chosen(recorded, "mini", arm)]
         assert found == [arm != "o_fp32"] * 8
     of_dp = chosen(recorded, "remedies", "fa2_dp")
     assert len(of_dp) == 4 and all(run.explosion is None for run in of_dp)
-
-
-def test_page_12_one_run_of_fa2_has_no_take_off_between_probes_far_apart(recorded):
-    first = [run for run in chosen(recorded, "mini", "fa2") if run.seed < 4]
-    assert [take_offs(run, 2, 200, every=200).empty for run in first].count(True) == 1
 
 
 def test_page_24_how_often_the_largest_sum_of_all_heads_names_the_first(recorded):
@@ -635,6 +641,13 @@ def test_page_47_fp16_with_delta_from_an_unrounded_output(recorded):
     assert [run.info["ended"] for run in kept] == ["completed"] * 4
     for run in kept:
         assert excess(run).max() < 0.1 and take_offs(run, lag=200, every=200).empty
+    late = {
+        name: {run.seed: sums(run, 1399, 1599).loc[1].sum() for run in chosen(recorded, *name)}
+        for name in (("fp16", "fp16_o_fp32"), ("rivals", "fp16"))
+    }
+    unread, read = late.values()
+    for seed in range(4):
+        assert unread[seed].delta_bias > 0.5 * read[seed].delta_bias
 
 
 def test_a_rounded_numerator_alone_has_hardly_a_tied_maximum(recorded):
