@@ -168,7 +168,7 @@ def readme_table(registry: dict[str, Claim]) -> str:
     run = [c for c in paper if c.verdict != "not run"]
     rows = [(in_words(c, c.verdict), c.sentence, f"`{c.notebook}.ipynb`") for c in run]
     wait = len(paper) - len(run)
-    more = f"{wait} more claims of the paper wait for runs. " if wait else ""
+    more = f"Claims of the paper that wait for runs: {wait}. " if wait else ""
     found = [claim.verdict for claim in registry.values()]
     counts = ", ".join(f"{found.count(v)} {v}" for v in claims.VERDICTS if v in found)
     shown = table(("Verdict", "Claim", "Notebook"), rows)
