@@ -607,6 +607,8 @@ def test_page_24_how_often_the_largest_sum_of_all_heads_names_the_first(recorded
     other = [("sites", "paper", "only_o", "only_o_acc"), ("mini", "fa2")]
     other += [("production", "fa2_tile128"), ("rivals", "fp16")]
     assert list(sum(named(*names) for names in other)) == [20, 27]
+    assert list(named("sites", "only_o")) == [3, 4], "page 24 says three of six, none of them"
+    assert list(named("sites", "only_o_acc")) == [2, 4], "with the numerator alone"
     bf16 = [("sites", "released"), ("mini", "low", "o_acc", "dodo")]
     assert list(sum(named(*names) for names in bf16)) == [8, 28]
 
@@ -677,7 +679,19 @@ def test_page_47_what_the_same_squared_error_sums_to():
     share = total.eps["FP16", "fp16_o_fp32"] / total.eps["LOW", "low_o_fp32"]
     assert (share > 3 / 64).all() and 0.35 < share.max() < 0.4
     square = (h["FP16"] / h["LOW"])[["fp16_o_fp32", "fp32"]]
-    assert square.between(0.6, 1.4).all(), f"{MEND}, and page 47"
+    assert square.between(0.6, 1.4).all() and square.min() < 0.65, f"{MEND}, and page 47"
+
+
+def test_page_47_two_runs_of_low_take_off_by_step_999(recorded):
+    first = {
+        arm: [
+            take_offs(run, lag=200, every=200).step.min()
+            for run in chosen(recorded, "mini", arm)
+            if run.seed < 4
+        ]
+        for arm in ("low", "o_fp32")
+    }
+    assert sorted(first["low"]) == [799, 999, 1199, 1199] and np.isnan(first["o_fp32"]).all()
 
 
 def test_page_47_the_larger_the_error_handed_on_the_smaller_the_ratio(captures):
