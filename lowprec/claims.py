@@ -45,9 +45,10 @@ WORDS = {"==": "equal to", "!=": "other than", "<": "below", "<=": "at most", ">
 class Claim:
     """One entry of claims.yml.
 
-    source: BibTeX key of who says it, None for this book. n: observations a verdict needs.
-    profile: the profiles that can measure it. exploratory: found in the very data that judge it,
-    so a lead and not a test. verdict: the recorded one.
+    source: BibTeX key of who says it, None for this book. tests: the statement of the source that
+    it tests, an id of book/statements.yml. n: observations a verdict needs, in claims.yml a number
+    or a number with its unit, "8 runs". profile: the profiles that can measure it. threats: why to
+    doubt it, words of book/threats.md. verdict: the recorded one.
     """
 
     id: str
@@ -58,15 +59,18 @@ class Claim:
     refuted_if: str
     notebook: str
     source: str | None = None
+    tests: str | None = None
     n: int = 1
+    unit: str = ""
     profile: tuple[str, ...] = ("recorded",)
-    exploratory: bool = False
+    threats: tuple[str, ...] = ()
     verdict: str = "not run"
 
     def __post_init__(self):
         if isinstance(self.profile, str):
             object.__setattr__(self, "profile", (self.profile,))
-        object.__setattr__(self, "profile", tuple(self.profile))
+        for field in ("profile", "threats"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
         self._one_of("operator", OPERATORS)
         self._one_of("verdict", VERDICTS)
         for profile in self.profile:
@@ -80,6 +84,11 @@ class Claim:
             raise UserError(
                 f"claim {self.id}: {field} {getattr(self, field)!r} is none of {', '.join(valid)}"
             )
+
+    @property
+    def exploratory(self) -> bool:
+        """Found in the very data that judge it, so a lead and not a test."""
+        return "after" in self.threats
 
     @property
     def is_exact(self) -> bool:
@@ -125,6 +134,12 @@ class Result:
             text += f" [{number(self.interval[0])}, {number(self.interval[1])}]"
         return text
 
+    @property
+    def size(self) -> str:
+        """n with its unit."""
+        unit = self.claim.unit.removesuffix("s") if self.n == 1 else self.claim.unit
+        return f"{self.n:,} {unit}".rstrip()
+
     def __str__(self) -> str:
         return f"{self.verdict}: {self.claim.sentence} ({self.measured()})"
 
@@ -134,27 +149,32 @@ class Result:
             if self.profile in c.profile:
                 return f"not yet, {self.n} of {c.n} recorded" if self.n else "not recorded yet"
             return f"needs profile {' or '.join(c.profile)}"
-        need = ""
+        size, need = self.size, ""
         if self.n < c.n:
-            need = f", {c.n:,} needed" if self.verdict == "inconclusive" else f" of {c.n:,}"
+            if self.verdict == "inconclusive":
+                need = f", {c.n:,} needed"
+            else:
+                size = f"{self.n:,} of {c.n:,} {c.unit}".rstrip()
         if self.value is None:
-            return f"nothing to measure once all is recorded, n = {self.n:,}{need}"
+            return f"nothing to measure once all is recorded, n = {size}{need}"
         value = number(self.value, exact=True) if c.is_exact else self.text
-        return f"{c.metric}: {value}, n = {self.n:,}{need}"
+        return f"{c.metric}: {value}, n = {size}{need}"
 
     def markdown(self) -> str:
         """The verdict in words: what was claimed, measured, and what would refute it."""
         c = self.claim
         return self._paragraphs(f"**{self.verdict.capitalize()}.** {c.sentence}", c.source)
 
-    def myst(self) -> str:
-        """The same for a page of the book: a box in the verdict's colour, the source a citation."""
+    def myst(self, target: bool = False) -> str:
+        """The same for a page of the book: a box in the verdict's colour, the source a citation and
+        each threat a link. target: other pages link to this box, as claim-ID."""
         c = self.claim
-        body = self._paragraphs(c.sentence, c.source and f"{{cite:t}}`{c.source}`")
-        box = BOXES[self.verdict]
-        return f":::{{admonition}} {self.verdict.capitalize()}\n:class: {box}\n{body}\n:::\n"
+        source = c.source and f"{{cite:t}}`{c.source}`"
+        body = self._paragraphs(c.sentence, source, threat_links(c))
+        head = f":::{{admonition}} {self.verdict.capitalize()}\n:class: {BOXES[self.verdict]}\n"
+        return f"{head}{f':name: claim-{c.id}' if target else ''}\n{body}\n:::\n"
 
-    def _paragraphs(self, sentence: str, source: str | None) -> str:
+    def _paragraphs(self, sentence: str, source: str | None, threats=None) -> str:
         c = self.claim
         rule = (
             f"Measured: {self.measured()}. Supported if {WORDS[c.operator]} "
@@ -163,6 +183,8 @@ class Result:
         )
         if c.exploratory:
             rule += " Exploratory: the rule was chosen after seeing these data."
+        if c.threats:
+            rule += f" Doubt it first for: {', '.join(threats or c.threats)}."
         return "\n\n".join(filter(None, (sentence, rule, self.note)))
 
     def as_dict(self) -> dict:
@@ -179,6 +201,11 @@ class Result:
             "text/markdown": self.markdown(),
             CLAIM_MIME: self.as_dict(),
         }
+
+
+def threat_links(claim: Claim) -> list[str]:
+    """The threats of a claim, as links to their sections of book/threats.md."""
+    return [f"{{ref}}`{word} <threat-{word.lower()}>`" for word in claim.threats]
 
 
 def number(value, exact: bool = False) -> str:
@@ -223,6 +250,11 @@ def parse(entry: dict) -> Claim:
     for field in fields:
         if field.default is dataclasses.MISSING and field.name not in entry:
             raise UserError(f"claim {name}: key {field.name!r} is missing")
+    if isinstance(entry.get("n"), str):
+        n, _, unit = entry["n"].partition(" ")
+        if not n.isdecimal():
+            raise UserError(f"claim {name}: n {entry['n']!r} is not a number, nor one with a unit")
+        entry = {**entry, "n": int(n), "unit": unit}
     return Claim(**entry)
 
 

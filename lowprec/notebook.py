@@ -205,7 +205,8 @@ def _show_verdict(output) -> None:
     from lowprec.claims import Result
 
     if CLAIM_MIME in output.get("data", {}):
-        output.data["text/markdown"] = Result.from_dict(output.data[CLAIM_MIME]).myst()
+        result = Result.from_dict(output.data[CLAIM_MIME])
+        output.data["text/markdown"] = result.myst(target=result.registered)
 
 
 def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = False):

@@ -1,13 +1,13 @@
 """Generated pages: what the executed notebooks and claims.yml say, written for the book to include.
 
-book/_generated/claims_paper.md      the claims of Qiu & Yao (2025) with verdict, value and n
-book/_generated/claims_counts.md     how many claims of each page have which verdict
+book/_generated/claims_paper.md      what Qiu & Yao (2025) say, each statement with its tests
+book/_generated/claims_counts.md     how many claims have which verdict
 book/_generated/claims_all.md        every claim, page by page
 book/_generated/claim-ID.md          one claim, for prose that rests on it
 book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
 book/status.md                       page x profile x date x hardware x duration x verdicts
-README.md                            the paper's claims between its two markers, from claims.yml
+README.md                            the paper's statements and the counts between its two markers
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+
+import yaml
 
 from lowprec import UserError, claims
 from lowprec.claims import Claim, Result
@@ -37,8 +39,8 @@ def write(root: Path) -> list[Path]:
     shutil.rmtree(generated, ignore_errors=True)
     titles = {name: title(nb) for name, nb in executed.items()}
     texts = {
-        generated / "claims_paper.md": claims_table(of_paper(registry), results, titles, "Source"),
-        generated / "claims_counts.md": counts_table(registry, results, titles),
+        generated / "claims_paper.md": of_paper(registry, statements(book), results),
+        generated / "claims_counts.md": counts(registry),
         generated / "claims_all.md": all_claims(registry, results, titles),
     }
     for id, result in results.items():
@@ -49,7 +51,7 @@ def write(root: Path) -> list[Path]:
     texts[book / "status.md"] = status(root)
     readme = root / "README.md"
     if readme.is_file():
-        texts[readme] = with_claims(readme.read_text(), registry)
+        texts[readme] = with_claims(readme.read_text(), registry, statements(book))
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file() or path.read_text() != text:
@@ -95,8 +97,42 @@ def title(nb: dict) -> str:
     return "".join(nb["cells"][0]["source"]).partition("\n")[0].lstrip("# ")
 
 
-def of_paper(registry: dict[str, Claim]) -> list[Claim]:
-    return [claim for claim in registry.values() if claim.source == PAPER]
+def statements(book: Path) -> list[dict]:
+    """What the paper says, from book/statements.yml: id, where, says."""
+    return yaml.safe_load((book / "statements.yml").read_text())
+
+
+def of_paper(registry: dict[str, Claim], said: list[dict], results: dict | None = None) -> str:
+    """Each statement of the paper and under it the claims that test it, in the order of the book:
+    measured and linked to their boxes if `results` has them, else as claims.yml has it.
+
+    Raises `UserError` for a claim of the paper's that tests none of its statements.
+    """
+    tests = {statement["id"]: [] for statement in said}
+    for claim in registry.values():
+        if claim.tests not in (tests if claim.source == PAPER else [None]):
+            raise UserError(
+                f"claim {claim.id}: source {claim.source} and tests {claim.tests} do not go "
+                f"together; tests names one of book/statements.yml: {', '.join(tests)}"
+            )
+        if claim.tests:
+            tests[claim.tests].append(claim)
+    lines = []
+    for statement in said:
+        lines.append(f"**{statement['says']}** {statement['where']}.\n")
+        for claim in tests[statement["id"]]:
+            if results is None:
+                more = f" ([{claim.notebook[:2]}](notebooks/{claim.notebook}.ipynb))"
+            else:
+                n = results[claim.id].n if claim.id in results else 0
+                more = (
+                    f" (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{results[claim.id].size})"
+                    if n
+                    else ""
+                )
+            lines.append(f"- {in_words(claim, results)}: {claim.sentence}{more}")
+        lines.append("" if tests[statement["id"]] else "- not tested here\n")
+    return "\n".join(lines)
 
 
 def verdict_of(claim: Claim, results: dict[str, Result]) -> str:
@@ -108,24 +144,23 @@ def page_of(name: str, titles: dict[str, str]) -> str:
     return f"{{doc}}`/executed/{name}`" if name in titles else "to come"
 
 
-def claims_table(some: list[Claim], results, titles, leave_out: str = "") -> str:
-    """Some claims, with the measurement if a page made one, but for the column `leave_out`."""
+def claims_table(some: list[Claim], results) -> str:
+    """Some claims, with the measurement if a page made one."""
     rows = []
     for claim in some:
         result = results.get(claim.id)
         measured = result is not None and result.value is not None
         rows.append(
             {
-                "Verdict": in_words(claim, verdict_of(claim, results)),
+                "Verdict": in_words(claim, results),
                 "Claim": claim.sentence,
                 "Measured": result.text if measured else "",
-                "n": result.n if measured else "",
+                "n": result.size if measured else "",
                 "Source": f"{{cite:t}}`{claim.source}`" if claim.source else "this book",
-                "Page": page_of(claim.notebook, titles),
+                "Doubt it for": ", ".join(claims.threat_links(claim)),
             }
         )
-    header = [name for name in rows[0] if name != leave_out] if rows else []
-    return table(tuple(header), [[row[name] for name in header] for row in rows])
+    return table(tuple(rows[0]), [row.values() for row in rows])
 
 
 def by_page(registry: dict[str, Claim]) -> dict[str, list[Claim]]:
@@ -134,17 +169,19 @@ def by_page(registry: dict[str, Claim]) -> dict[str, list[Claim]]:
     return {name: [c for c in registry.values() if c.notebook == name] for name in names}
 
 
-def counts_table(registry, results, titles) -> str:
-    """A row a page and one for all: how many claims have which verdict."""
-    verdicts = {claim.id: verdict_of(claim, results) for claim in registry.values()}
-    shown = [v for v in claims.VERDICTS if v in verdicts.values()]
+def counts(registry: dict[str, Claim]) -> str:
+    """How many claims have which verdict, those found in the data that judge them apart."""
 
-    def counts(some):
-        found = [verdicts[claim.id] for claim in some]
-        return [found.count(v) or "" for v in shown]
+    def line(some):
+        found = [claim.verdict for claim in some]
+        return ", ".join(f"{found.count(v)} {v}" for v in claims.VERDICTS if v in found)
 
-    rows = [(page_of(name, titles), *counts(some)) for name, some in by_page(registry).items()]
-    return table(("Page", *shown), [*rows, ("**all**", *counts(registry.values()))])
+    before = [claim for claim in registry.values() if not claim.exploratory]
+    after = [claim for claim in registry.values() if claim.exploratory]
+    return (
+        f"All {len(registry)} claims: {len(before)} with a rule from before the measurement "
+        f"({line(before)}), {len(after)} exploratory ({line(after)}).\n"
+    )
 
 
 def all_claims(registry, results, titles) -> str:
@@ -152,36 +189,26 @@ def all_claims(registry, results, titles) -> str:
     sections = []
     for name, some in by_page(registry).items():
         head = f"## {titles.get(name, name)}\n\nPage: {page_of(name, titles)}\n\n"
-        sections.append(head + claims_table(some, results, titles, "Page"))
+        sections.append(head + claims_table(some, results))
     return "\n".join(sections)
 
 
-def in_words(claim: Claim, verdict: str) -> str:
-    """The verdict as a table shows it."""
-    return f"**{verdict}**" + (", exploratory" if claim.exploratory else "")
+def in_words(claim: Claim, results: dict | None) -> str:
+    """The verdict as a list or table shows it, with a link to its box if a page has one."""
+    words = f"**{verdict_of(claim, results or {})}**"
+    if results and claim.id in results:
+        words = f"[{words}](#claim-{claim.id})"
+    return words + (", exploratory" if claim.exploratory else "")
 
 
-def readme_table(registry: dict[str, Claim]) -> str:
-    """The paper's claims that are decided or open, without measurements, so that it changes only
-    with claims.yml, and the count of all."""
-    paper = of_paper(registry)
-    run = [c for c in paper if c.verdict != "not run"]
-    rows = [(in_words(c, c.verdict), c.sentence, f"`{c.notebook}.ipynb`") for c in run]
-    wait = len(paper) - len(run)
-    more = f"Claims of the paper that wait for runs: {wait}. " if wait else ""
-    found = [claim.verdict for claim in registry.values()]
-    counts = ", ".join(f"{found.count(v)} {v}" for v in claims.VERDICTS if v in found)
-    shown = table(("Verdict", "Claim", "Notebook"), rows)
-    return f"{shown}\n{more}All {len(found)} claims: {counts}.\n"
-
-
-def with_claims(text: str, registry: dict[str, Claim]) -> str:
-    """README's text with the claims table between its markers."""
+def with_claims(text: str, registry: dict[str, Claim], said: list[dict]) -> str:
+    """README's text with the paper's statements, their tests and the counts between its markers.
+    Without measurements, so that it changes only with claims.yml and statements.yml."""
     start, end = MARKERS
     if text.count(start) != 1 or text.count(end) != 1:
-        raise UserError(f"README.md must hold {start} and {end} once each, for the claims table")
+        raise UserError(f"README.md must hold {start} and {end} once each, for the claims")
     head, rest = text.split(start)
-    return f"{head}{start}\n{readme_table(registry)}{end}{rest.split(end)[1]}"
+    return f"{head}{start}\n{of_paper(registry, said)}\n{counts(registry)}{end}{rest.split(end)[1]}"
 
 
 def status(root: Path) -> str:

@@ -17,9 +17,9 @@ from lowprec.notebook import CLAIM_MIME, as_page
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = dict(
-    id="bias", sentence="The bias is negative.", source="qiu2025", notebook="36_bias",
-    metric="mean error in ulp", operator="<", threshold=0.0, n=8, profile=["recorded", "gpu"],
-    refuted_if="the mean error is 0 or positive", verdict="supported",
+    id="bias", sentence="The bias is negative.", source="qiu2025", tests="biased",
+    notebook="36_bias", metric="mean error in ulp", operator="<", threshold=0.0, n="8 sums",
+    profile=["recorded", "gpu"], refuted_if="the mean error is 0 or positive", verdict="supported",
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_with_all_recorded_and_nothing_to_measure_a_claim_is_inconclusive(regist
     for value in (None, math.nan):
         result = claims.check("bias", value, 0, path=path, complete=True)
         assert (result.verdict, result.value) == ("inconclusive", None)
-        assert "nothing to measure once all is recorded, n = 0, 8 needed" in result.markdown()
+        assert "nothing to measure once all is recorded, n = 0 sums, 8 needed" in result.markdown()
         assert claims.Result.from_dict(result.as_dict()) == result
     assert claims.check("bias", None, 0, profile="smoke", path=path, complete=True).verdict == (
         "not run"
@@ -180,6 +180,8 @@ def repository(tmp_path, registry):
     (book / "executed").mkdir(parents=True)
     (tmp_path / "notebooks").mkdir()
     registry(ENTRY).rename(book / "claims.yml")
+    said = [{"id": "biased", "where": "§1", "says": "It is biased."}]
+    (book / "statements.yml").write_text(yaml.safe_dump(said))
     (tmp_path / "notebooks" / "36_bias.ipynb").write_text("source")
     (tmp_path / "README.md").write_text(f"# Title\n\n{pages.MARKERS[0]}\n{pages.MARKERS[1]}\n")
     return tmp_path
@@ -200,13 +202,18 @@ def test_pages_say_what_was_measured(repository):
     execute(repository, result)
     pages.write(repository)
     book = repository / "book"
-    row = "| **supported** | The bias is negative. | −0.25 | 9 |"
+    linked = "[**supported**](#claim-bias)"
     paper, every = (
         (book / "_generated" / f"claims_{name}.md").read_text().splitlines()
         for name in ("paper", "all")
     )
-    assert paper[-1] == f"{row} {{doc}}`/executed/36_bias` |"
-    assert every[0] == "## Bias" and every[-1] == f"{row} {{cite:t}}`qiu2025` |"
+    assert paper[-3:] == [
+        "**It is biased.** §1.",
+        "",
+        f"- {linked}: The bias is negative. (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}9 sums)",
+    ]
+    row = f"| {linked} | The bias is negative. | −0.25 | 9 sums | {{cite:t}}`qiu2025` |  |"
+    assert every[0] == "## Bias" and every[-1] == row
     status = (book / "status.md").read_text().splitlines()[-1]
     assert status.startswith("| {doc}`/executed/36_bias` | recorded | 20")
     assert status.endswith(" s | 1 supported |")
@@ -215,11 +222,10 @@ def test_pages_say_what_was_measured(repository):
     assert (downloads / "source.ipynb").read_text() == "source"
     assert (downloads / "executed.ipynb").is_file()
     readme = (repository / "README.md").read_text()
-    assert "| **supported** | The bias is negative. | `36_bias.ipynb` |" in readme
-    assert "All 1 claims: 1 supported." in readme
-    counts = (book / "_generated" / "claims_counts.md").read_text().splitlines()
-    assert counts[0] == "| Page | supported |"
-    assert counts[2:] == ["| {doc}`/executed/36_bias` | 1 |", "| **all** | 1 |"]
+    assert "- **supported**: The bias is negative. ([36](notebooks/36_bias.ipynb))" in readme
+    counts = "All 1 claims: 1 with a rule from before the measurement (1 supported), 0 exploratory"
+    for text in (readme, (book / "_generated" / "claims_counts.md").read_text()):
+        assert counts in text
 
 
 def test_pages_are_the_same_when_written_again(repository):
@@ -238,19 +244,24 @@ def test_a_claim_of_a_later_notebook_waits(repository):
     (repository / "notebooks" / "36_bias.ipynb").unlink()
     pages.write(repository)
     table = (repository / "book" / "_generated" / "claims_paper.md").read_text()
-    row = "| **supported** | The bias is negative. |  |  | to come |\n"
-    assert table.endswith(row)
+    assert table.endswith("- **supported**: The bias is negative.\n")
 
 
 def test_an_exploratory_claim_says_so(repository):
     file = repository / "book" / "claims.yml"
-    file.write_text(file.read_text() + "  exploratory: true\n")
+    file.write_text(file.read_text() + "  threats: [after, seeds]\n")
     result = claims.check("bias", -0.25, 9, path=file)
     assert "chosen after seeing these data" in result.markdown()
+    assert "Doubt it first for: after, seeds." in result.markdown()
+    assert "{ref}`seeds <threat-seeds>`" in result.myst()
     execute(repository, result)
     pages.write(repository)
-    for page in ("README.md", "book/_generated/claims_paper.md"):
-        assert "| **supported**, exploratory |" in (repository / page).read_text()
+    for page, shown in {
+        "README.md": "- **supported**, exploratory: ",
+        "book/_generated/claims_paper.md": "- [**supported**](#claim-bias), exploratory: ",
+    }.items():
+        assert shown in (repository / page).read_text()
+    assert "1 exploratory (1 supported)" in (repository / "README.md").read_text()
 
 
 # The repository's own claims
@@ -270,4 +281,4 @@ def test_readme_has_the_claims_of_claims_yml():
     registry = claims.load(ROOT / "book" / "claims.yml")
     stale = "README.md is older than book/claims.yml: run `make book`, or\n"
     stale += "`python -m lowprec claims --write` if all pages are executed"
-    assert pages.with_claims(readme, registry) == readme, stale
+    assert pages.with_claims(readme, registry, pages.statements(ROOT / "book")) == readme, stale
