@@ -172,6 +172,13 @@ def test_a_users_mistake_is_one_sentence(tmp_path):
     assert not (tmp_path / "page.ipynb").exists()
 
 
+def test_an_empty_text_leaves_no_output(tmp_path):
+    code = "from IPython.display import Markdown\ndisplay(Markdown('')); Markdown('x')"
+    source = write_notebook(tmp_path / "11_question.ipynb", code)
+    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+    assert [o.data["text/markdown"] for o in page.cells[-1].outputs] == ["x"]
+
+
 def test_two_figures_of_one_name_are_refused(tmp_path):
     figure = FIGURE.format("loss", None)
     source = write_notebook(tmp_path / "11_question.ipynb", figure, figure)
