@@ -244,7 +244,38 @@ def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = F
         "lowprec": about,
     }
     nb.cells.insert(1, _rerun_cell(about))
+    _show_lead(nb)
     return nb
+
+
+def _show_lead(nb) -> None:
+    """Show the figure of the cell tagged `lead` a second time, under the first paragraphs.
+
+    The first cell is divided for it, before its header table.
+    """
+    from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
+
+    for cell in nb.cells:
+        if "lead" not in cell.metadata.get("tags", []):
+            continue
+        output = next((o for o in cell.outputs if FIGURE_MIME in o.get("data", {})), None)
+        if output is None:  # a profile may leave it out
+            return
+        about = output.data[FIGURE_MIME]
+        markup = output.data["text/html"].replace(f'id="{about["id"]}"', "")
+        for mark in ('id="', 'href="#', "url(#"):  # the ids inside a figure begin with its name
+            markup = markup.replace(f"{mark}{about['name']}-", f"{mark}lead-{about['name']}-")
+        data = {"text/html": markup, "image/png": output.data["image/png"]}
+        metadata = {"image/png": {"alt": about["alt"]}}
+        text, line, rest = nb.cells[0].source.partition("\n| | |\n")
+        lead = new_code_cell(
+            f"# The figure {about['name']}, from below.",
+            metadata={"tags": ["remove-input"]},
+            outputs=[new_output("display_data", data=data, metadata=metadata)],
+        )
+        nb.cells[0].source = text.rstrip()
+        nb.cells[1:1] = [lead, new_markdown_cell(line.lstrip() + rest)] if line else [lead]
+        return
 
 
 def _merge_streams(outputs: list) -> list:

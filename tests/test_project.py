@@ -129,6 +129,8 @@ def test_notebook_has_the_form_that_readers_and_papermill_rely_on(path):
     assert "parameters" in code[0]["metadata"].get("tags", [])
     assert "".join(code[0]["source"]).startswith('profile: str = "recorded"')
     assert "check_parameters()" in "".join(code[1]["source"])
+    leads = [cell["id"] for cell in code if "lead" in cell["metadata"].get("tags", [])]
+    assert len(leads) == 1, "tag the cell of the figure that a reader should see first with `lead`"
 
 
 def test_lint():
