@@ -1,9 +1,9 @@
 """Is my model affected? What BF16 attention does to each head of a model, on some text.
 
 The warning sign of the captured failures is neither a tied maximum nor the sign of delta's error,
-which healthy heads have as well. It is how much of a head's W_Q gradient is error: rounding makes
-delta wrong by eps in each row, and the gradient by e = -scale * sum_i eps_i (P K)_i x_i^T
-(`lowprec.probes`). A head is alarmed if
+which healthy heads have as well. It is how much of a head's W_Q gradient is error: the rounding of
+O moves delta by eps = delta_o - delta_ref in each row, and the gradient by
+e = -scale * sum_i eps_i (P K)_i x_i^T (`lowprec.probes`). A head is alarmed if
 
     share    ||e|| / ||exact gradient|| >= 0.2, and
     common   |mean score| >= 10
@@ -16,6 +16,11 @@ they are small the drift has done nothing yet. Without it heads ring that have n
 of, as in the first steps of a training. Both limits were chosen on the seven captures of
 `data/captures`, the second after false alarms (book, part IV); they are no theorem. A few rows
 carry much of e, so little text can miss a failing head: the more of it, the better.
+
+`share` is the statistic that runs record, and on which the limit was tested. It is what the stored
+output does to a delta that reads it, also under a policy whose delta reads something else.
+`share_all` is the same with everything that makes delta wrong: delta as the backward reads it, less
+delta in float64. The rounding of P is in it. No alarm reads it.
 
 `tv` is how far rounding q and k moves P: 0.05 and more, and the head computes something else.
 """
@@ -59,8 +64,8 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
         tied: share of rows whose largest score is tied
         o_bias: sum (o - exact o) over the sum of the BF16 ulp of the exact
         delta_bias, delta_low, delta_high: sum eps / sum |eps|, with a 95 % interval from blocks
-            of rows; eps is the delta that the backward reads less the exact one
-        share, common, tv: see above; key_share: |mean key| / rms |key|; alarm: bool
+            of rows
+        share, share_all, common, tv: see above; key_share: |mean key| / rms |key|; alarm: bool
     Exact is float64, on the q, k, v and do that attention got. Raises `UserError` for a path that
     is none of these, a model without causal attention, too little text, or one that has failed.
     """
@@ -84,7 +89,7 @@ def verdict(table: pd.DataFrame) -> str:
     ill = table[table.alarm]
     worst = (table if ill.empty else ill).nlargest(1, "share").iloc[0]
     text = (
-        f"In layer {worst.layer:.0f}, head {worst['head']:.0f} the error that rounding makes "
+        f"In layer {worst.layer:.0f}, head {worst['head']:.0f} the error that rounding O makes "
         f"through delta is {worst.share:.2g} times as long as W_Q's gradient, and the mean score "
         f"is {round(worst.common, 1) + 0.0:.1f}. Rounding q and k moves P by {worst.tv:.2%}"
     )
@@ -133,11 +138,15 @@ def _measure(call) -> dict[str, torch.Tensor]:
     mean, error, _ = drift.batch_means(rows.numpy(), BLOCKS)
     size = rows.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
     half = stats.t.ppf(0.975, BLOCKS - 1) * error
-    wrong = call.norms(-call.scale * eps[..., None] * seen["mean_key"])
+    gradient = call.norms(seen["dq"])
+
+    def share(eps):
+        return call.norms(-call.scale * eps[..., None] * seen["mean_key"]) / gradient
+
     return dict(
         tied=seen["tied"].mean((0, 2)), o_bias=seen["o_error"].sum(0) / seen["o_ulp"].sum(0),
         delta_bias=mean / size, delta_low=(mean - half) / size, delta_high=(mean + half) / size,
-        share=wrong / call.norms(seen["dq"]),
+        share=share(eps), share_all=share(seen["eps_all"]),
         key_share=(full_k.mean(2).norm(dim=-1) / full_k.square().sum(-1).mean(-1).sqrt()).mean(0),
         common=seen["common"].mean((0, 2)), tv=seen["moved"].mean((0, 2)),
     )  # fmt: skip
@@ -155,8 +164,9 @@ def _sequence(call, one: slice) -> dict[str, torch.Tensor]:
     before = full_k.cumsum(2) / torch.arange(1, k.shape[2] + 1, dtype=torch.float64)[:, None]
     moved = (p - scores.probabilities(full_q, full_k, call.scale)).abs().sum(-1) / 2
     return dict(
-        tied=(t.ties > 1).double(), eps=t.delta.double() - exact.delta, dq=exact.dq,
-        mean_key=p @ k.double(), o_error=(t.o.double() - exact.o).sum((2, 3)),
+        tied=(t.ties > 1).double(), eps=t.delta_o.double() - t.delta_ref.double(),
+        eps_all=t.delta.double() - exact.delta, dq=exact.dq, mean_key=p @ k.double(),
+        o_error=(t.o.double() - exact.o).sum((2, 3)),
         o_ulp=ulp(exact.o, BF16).sum((2, 3)), moved=moved[..., 1:],
         common=call.scale * (full_q * before).sum(-1)[..., 1:],
     )  # fmt: skip

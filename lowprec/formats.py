@@ -127,7 +127,7 @@ class Format:
 
     @property
     def unit_roundoff(self):
-        """Largest relative error of nearest rounding in the normal range: half the ulp of 1."""
+        """Half the ulp of 1: bounds the relative error of nearest rounding in the normal range."""
         return 2.0 ** -(self.significand_bits + 1)
 
     @property

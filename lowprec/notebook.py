@@ -219,7 +219,8 @@ def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = F
         tags = cell.metadata.get("tags")
         cell.metadata = {"tags": tags} if tags else {}
         if cell.cell_type == "code":
-            cell.outputs = _merge_streams(cell.outputs)
+            outs = _merge_streams(cell.outputs)  # an empty text would show the name of its class
+            cell.outputs = [o for o in outs if o.get("data", {}).get("text/markdown") != ""]
     for output in outputs:
         _scrub(output)
         _show_verdict(output)

@@ -15,6 +15,7 @@ from lowprec.studies.additions import (
     residual,
     sum_error,
     sum_fp32,
+    tensor_core_sum,
     tied_sum_bias,
     tied_values,
 )
@@ -133,3 +134,29 @@ def test_other_mistakes_are_named():
         residual(torch.zeros(2).double(), BF16, "up", 0.1, seeded())
     with pytest.raises(UserError, match="residual is -1 ulp large"):
         residual(torch.zeros(2).double(), BF16, "negative", -1, seeded())
+
+
+def test_a_tensor_core_cuts_what_lies_below_the_largest():
+    small = 2.0**-23
+    for terms, extra, wanted in (
+        ((1, small), 0, 1 + small),
+        ((1, small / 2), 0, 1),
+        ((1, small / 2, small / 2), 0, 1),  # each is cut
+        ((1, small / 2, small / 2), 1, 1 + small),  # and not with one bit more
+        ((-1, -0.75 * small), 2, -1),  # toward zero, after the sum
+    ):
+        assert tensor_core_sum(column(*terms), 4, extra).item() == wanted
+    assert tensor_core_sum(column(small / 2, small / 2, 1, 0), 2).item() == 1 + small
+    assert tensor_core_sum(column(0, 0), 1).item() == 0
+
+
+def test_the_bias_of_tensor_cores_is_far_below_an_ulp():
+    """As book/notation.md says: K = 1,024, and the bound of sums that are cut."""
+    p, v = torch.rand(2, 1024, 1000, generator=seeded(), dtype=torch.float64)
+    products = round_to(p, BF16) * round_to(-2 - 2 * v, BF16)
+    exact = products.sum(0)
+    for block, extra in ((4, 0), (8, 1), (16, 2)):
+        toward_zero = (tensor_core_sum(products, block, extra) - exact) / ulp(exact, BF16)
+        assert 1e-4 < toward_zero.mean() < 2e-3
+        assert toward_zero.min() >= 0
+        assert (toward_zero * ulp(exact, BF16) < 1024 * 2.0**-23 * exact.abs()).all()

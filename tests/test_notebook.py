@@ -172,6 +172,13 @@ def test_a_users_mistake_is_one_sentence(tmp_path):
     assert not (tmp_path / "page.ipynb").exists()
 
 
+def test_an_empty_text_leaves_no_output(tmp_path):
+    code = "from IPython.display import Markdown\ndisplay(Markdown('')); Markdown('x')"
+    source = write_notebook(tmp_path / "11_question.ipynb", code)
+    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+    assert [o.data["text/markdown"] for o in page.cells[-1].outputs] == ["x"]
+
+
 def test_the_figure_tagged_lead_is_shown_first_too():
     shown = '<figure id="figure-x"><path id="x-a"/><use href="#x-a"/></figure>'
     about = dict(name="x", id="figure-x", alt="a", caption="c", hardware=None)

@@ -190,8 +190,9 @@ def dot(a, b, acc, PIECES: tl.constexpr, NATIVE: tl.constexpr):
 
     Operands of one 16-bit type go to the tensor cores as they are. Otherwise each is a sum of
     BF16 numbers: one for a BF16 operand, two for FP16 (exact), PIECES for FP32. PIECES=2 leaves a
-    relative error of 2^-17 in each factor, PIECES=3 of 2^-24; products of pieces below 2^-24 of
-    the largest are left out.
+    relative error of 2^-17 in each factor, PIECES=3 none away from under- and overflow. Products
+    of pieces that are left out make 2^-24 of a product of two FP32 factors. Tensor cores cut where
+    FP32 would round, see book/notation.md.
     """
     if not NATIVE:
         acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")

@@ -104,6 +104,26 @@ def sum_fp32(terms):
     return total
 
 
+def tensor_core_sum(products, block, extra=0):
+    """Sums of (K, n) float64 products as tensor cores form them, by a model; (n,) float64.
+
+    `block` products and the sum so far at a time: aligned with the largest of them, bits below the
+    24 of FP32 and `extra` more are cut, the rest is added exactly and cut to FP32 (Fasi et al.
+    2021). Neither overflow nor subnormal numbers.
+    """
+
+    def cut(x, size, bits):
+        unit = 2.0 ** (size.clamp(min=1e-300).log2().floor() + 1 - bits)
+        return (x / unit).trunc() * unit
+
+    total = torch.zeros_like(products[0])
+    for part in products.split(block):
+        terms = torch.cat([part, total[None]])
+        total = cut(terms, terms.abs().amax(0), 24 + extra).sum(0)
+        total = cut(total, total.abs(), 24)
+    return total
+
+
 def sum_error(terms, fmt, rounding="nearest_even", generator=None):
     """Signed error in ulp of the FP32 sum of `terms` rounded once to `fmt`.
 
