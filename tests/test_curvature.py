@@ -8,8 +8,10 @@ from lowprec.studies.curvature import (
     common_tokens,
     curvature,
     draw_batch,
+    expected_gradient,
     head_sums,
     output_gradient,
+    predict,
     rounding_error,
     train_small,
 )
@@ -73,6 +75,25 @@ def test_curvature_is_the_even_part_of_the_product(small):
     even = ((plus - minus) / 2 * errors).sum(-1)
     torch.testing.assert_close(curvature(model, *batch, errors), even, rtol=1e-4, atol=1e-13)
     model.float()
+
+
+def test_labels_that_follow_a_model_leave_no_gradient_at_its_outputs(small):
+    model, _, (inputs, targets) = small
+    clean, _ = output_gradient(model, inputs, targets)
+    errors = rounding_error(clean, 1, "toward_zero")
+
+    def rounded(layer, o):
+        return errors[layer]
+
+    exact, lossy = predict(model, inputs)[1], predict(model, inputs, rounded)[1]
+    labels = exact.detach().softmax(-1)
+    assert expected_gradient(model, inputs, labels).abs().max() < 1e-7
+    assert (expected_gradient(model, inputs, labels, rounded) * errors).sum() > 1e-6
+    labels = lossy.detach().softmax(-1)
+    assert expected_gradient(model, inputs, labels, rounded).abs().max() < 1e-7
+    one_hot = torch.nn.functional.one_hot(targets.flatten(), exact.shape[1]).float()
+    found = expected_gradient(model, inputs, one_hot, rounded)
+    torch.testing.assert_close(found, output_gradient(model, inputs, targets, rounded)[1])
 
 
 def test_rounding_error_is_at_most_half_an_ulp():

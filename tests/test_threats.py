@@ -726,7 +726,7 @@ def test_predictions_by_campaign():
 
 
 def test_verdicts_that_the_argument_leans_on():
-    held = "rounding-residual-large curvature-near-ties curvature-recorded-squares common-healthy"
+    held = "rounding-residual-large curvature-near-ties curvature-models common-healthy"
     held += " common-one-sequence drift-one-sequence spike-share gradient-how-wrong"
     held += " peers-errors peers-delta weights-size-forgotten weights-again bias-once drift-repeat"
     held += " layer-alone layer-others-alone layer-without delta-fa2-fp32-output"

@@ -2,8 +2,9 @@
 
 The gradient dO is taken where the forward pass stood, at O + err and not at O. With H, the second
 derivatives of the loss L with respect to the outputs, dO . err = (dL/dO) . err + err . H err + ...
-The first term has the mean 0 if the error has; the second has the sign of the curvature. With err
-and -err on one batch, half the sum of the two dO . err is the even part, err . H err up to fourth
+The first term has the mean 0 if err is drawn at random with the mean 0, or, whatever err is, if the
+labels follow the model without the error; the second has the sign of the curvature. With err and
+-err on one batch, half the sum of the two dO . err is the even part, err . H err up to fourth
 order, and half their difference the odd part. The model is FP32 without autocast.
 """
 
@@ -86,6 +87,21 @@ def output_gradient(model, inputs, targets, error=lambda layer, o: 0):
         loss = model(inputs, targets)
     gradients = torch.autograd.grad(loss, outputs)
     return torch.stack([o.detach() for o in outputs]), torch.stack(gradients)
+
+
+def predict(model, inputs, error=lambda layer, o: 0):
+    """The outputs with their error, a tensor a layer, and the logits that follow, (B * T, V)."""
+    states = []
+    hook = model.norm.register_forward_hook(lambda module, x, y: states.append(y))
+    with hook, watch(model, error) as outputs:
+        model(inputs, inputs)
+    return outputs, F.linear(states[0], model.token.weight).float().flatten(0, 1)
+
+
+def expected_gradient(model, inputs, labels, error=lambda layer, o: 0):
+    """dO of the mean loss where labels come with the probabilities `labels`, (B * T, V)."""
+    outputs, logits = predict(model, inputs, error)
+    return torch.stack(torch.autograd.grad(F.cross_entropy(logits, labels), outputs))
 
 
 def rounding_error(o, bits, rounding="nearest_even", generator=None):
