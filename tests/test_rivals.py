@@ -65,7 +65,7 @@ def test_the_error_of_delta_is_of_the_one_used(healthy):
     ("n", "exploded", "median", "p", "word"),
     [
         (4, 0, float("inf"), 0.001, "the verdict"),
-        (4, 4, 6000, 0.2, "no effect seen"),
+        (4, 4, 6000, 0.2, "not resolved"),
         (4, 3, 6000, 0.01, "postpones"),
         (4, 4, 1500, 0.01, "hastens"),
         (3, 3, 1500, 0.01, "the verdict"),

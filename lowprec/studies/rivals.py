@@ -55,5 +55,5 @@ def effect(row, base) -> str:
     if row.exploded == 0 or row.n < 4:
         return row.verdict
     if row.p_holm >= LEVEL:
-        return "no effect seen"
+        return "not resolved"
     return "postpones" if row["median"] > base["median"] else "hastens"
