@@ -26,10 +26,12 @@ EVIDENCE := $(shell find lowprec -name '*.py') $(shell find data -type f -not -p
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md book/*.yml book/*.bib book/_static/*)) \
          README.md
 
-.PHONY: book test gpu-check notebooks serve check-book check-links strip clean
+.PHONY: venv book test gpu-check notebooks serve check-book check-links strip clean
 .DELETE_ON_ERROR:
 
 book: book/_build/.stamp
+
+venv: $(VENV)
 
 test: $(VENV)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
