@@ -46,7 +46,7 @@ def attention(
     probe: (heads, 3) float32 leaf whose *gradient* receives PROBE_COLUMNS: it accumulates over
         micro-batches and is reduced over ranks like any gradient. Costs one FP32 output.
     """
-    scale = check_inputs(q, k, v, causal, scale)
+    scale = check_inputs(q, k, v, causal, scale, None, tile, seed)
     policy, impl = _plan(
         policy if isinstance(policy, str) else str(policy), tile, impl, q.device.type,
         None if probe is None else tuple(probe.shape), q.shape[1],
@@ -72,7 +72,7 @@ def trace(
     (B, H, T); with `do` also delta (the one used), delta_o, delta_ref (B, H, T) and dq, dk, dv.
     FP32, but gradients as q; float64 from "oracle". "emulate" and "oracle" give more.
     """
-    scale = check_inputs(q, k, v, causal, scale)
+    scale = check_inputs(q, k, v, causal, scale, do, tile, seed)
     policy, impl = _plan(str(policy), tile, impl, q.device.type, None, q.shape[1])
     if impl.startswith("sdpa"):
         raise UserError(f"impl={impl!r} shows no intermediates; use 'triton' or 'emulate'")

@@ -15,6 +15,7 @@ import torch
 from lowprec import UserError
 from lowprec.attention import attention
 from lowprec.policy import SAFE, PrecisionPolicy
+from lowprec.reference import DTYPES
 
 
 def sdpa(
@@ -23,10 +24,12 @@ def sdpa(
 ):  # fmt: skip
     """scaled_dot_product_attention with the roundings of `policy`; differentiable.
 
-    query (..., H, L, D), key and value (..., H, S, D), one dtype; returns query's shape and dtype.
-        Under autocast they are cast to its dtype, as PyTorch does.
+    query (..., H, L, D), key and value (..., H, S, D), the same leading dimensions and one dtype
+        of bfloat16, float16, float32; returns query's shape and dtype. Under autocast they are
+        cast to its dtype, as PyTorch does.
     attn_mask: None, or one that says no more than is_causal can: all True (or all 0), or causal
-        with the last query at the last key, as in generation. Its values are read on the host.
+        with the last query at the last key, as in generation, S >= L. It takes no gradient, and
+        its values are read on the host.
     dropout_p: 0. is_causal: query i sees keys 0 to i, as in PyTorch, also where S > L.
     enable_gqa: key and value may have fewer heads, each shared by H / its number of queries'
         heads. Their gradient is the sum over those, each rounded to the dtype.
@@ -54,6 +57,11 @@ def sdpa(
     query, key, value = _autocast(query, key, value)
     if enable_gqa:
         key, value = (_repeat(t, query) for t in (key, value))
+    if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        raise UserError(
+            "query, key, value must have the same leading dimensions (or enable_gqa); got "
+            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+        )
     shape, (query, key, value) = query.shape, map(_four, (query, key, value))
     lead = 0
     if attn_mask is not None:
@@ -74,18 +82,19 @@ def _autocast(*tensors):
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
-    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.dtype in DTYPES else t for t in tensors)
 
 
 def _repeat(t, query):
     """Each head of t as often as query has heads for it."""
-    times, rest = divmod(query.shape[-3], t.shape[-3]) if min(t.dim(), query.dim()) > 2 else (0, 1)
-    if rest or not times:
+    ours, theirs = (x.shape[-3] if x.dim() > 2 else 0 for x in (query, t))
+    if not (ours and theirs) or ours % theirs:
         raise UserError(
             f"enable_gqa: {tuple(query.shape)} must have a multiple of the heads of "
             f"{tuple(t.shape)}, in the third dimension from the end"
         )
-    return t.repeat_interleave(times, -3)
+    return t.repeat_interleave(ours // theirs, -3)
 
 
 def _four(t):
@@ -95,14 +104,17 @@ def _four(t):
 
 def _causal(mask, query, key) -> bool:
     """Whether a mask is causal, aligned at the end; False if it hides nothing."""
-    additive = mask.dtype != torch.bool
+    additive = mask.is_floating_point()
+    if mask.requires_grad or not (additive or mask.dtype == torch.bool):
+        raise UserError("attn_mask: only masks of booleans, or of floats that take no gradient")
     seen = mask == 0 if additive else mask
     clear = (seen | (mask <= torch.finfo(mask.dtype).min)).all() if additive else True
     if clear and seen.all():
         return False
     shape = (query.shape[2], key.shape[2])
     causal = torch.ones(shape, dtype=torch.bool, device=mask.device).tril(shape[1] - shape[0])
-    if clear and seen.shape[-2:] == shape and torch.equal(seen, causal.expand_as(seen)):
+    fits = seen.shape[-2:] == shape and shape[0] <= shape[1]
+    if clear and fits and torch.equal(seen, causal.expand_as(seen)):
         return True
     raise UserError(
         "attn_mask: only masks that hide nothing, or all later keys, are supported. Padding on the "

@@ -23,6 +23,7 @@ from lowprec.formats import BF16, keyed_bits, round_to
 from lowprec.policy import DITHER, REDRAW, SITES, PrecisionPolicy
 
 NEG_INF = float("-inf")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Trace(SimpleNamespace):
@@ -37,15 +38,27 @@ class Trace(SimpleNamespace):
     """
 
 
-def check_inputs(q, k, v, causal: bool, scale: float | None) -> float:
-    """Raise `UserError` for shapes that are not attention; return the softmax scale."""
+def check_inputs(q, k, v, causal: bool, scale: float | None, do=None, tile=None, seed=0) -> float:
+    """Raise `UserError` for what is not attention; return the softmax scale."""
     if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise UserError(
             "q, k, v must be (batch, heads, seqlen, head_dim), k and v alike; got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    if not q.dtype == k.dtype == v.dtype:
-        raise UserError(f"q, k, v must share a dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if min(*q.shape, k.shape[2]) < 1:
+        raise UserError(
+            f"no dimension of q, k, v may be empty; got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+        raise UserError(f"q, k, v must share a floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if do is not None and do.shape != q.shape:
+        raise UserError(f"do must have the shape of q, {tuple(q.shape)}, not {tuple(do.shape)}")
+    if tile is not None and (not isinstance(tile, int) or tile < 1):
+        raise UserError(
+            f"tile={tile} must be a whole number of at least 1 key, or None for the whole row"
+        )
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed} must be from 0 to 2^32 - 1")
     if causal and q.shape[2] != k.shape[2]:
         raise UserError(
             f"causal attention needs as many queries as keys; got {q.shape[2]} and {k.shape[2]}"
@@ -73,7 +86,7 @@ def causal_mask(n_q: int, n_k: int, device, causal: bool = True) -> torch.Tensor
 @outside_autocast
 def oracle(q, k, v, causal=True, scale=None, do=None) -> Trace:
     """Exact attention: float64, no tiles; with `do` also its gradients (float64)."""
-    scale = check_inputs(q, k, v, causal, scale)
+    scale = check_inputs(q, k, v, causal, scale, do)
     q, k, v = (t.double() for t in (q, k, v))
     seen = causal_mask(q.shape[2], k.shape[2], q.device, causal)
     s = (scale * (q @ k.mT)).masked_fill(~seen, NEG_INF)
@@ -103,10 +116,13 @@ def emulate(q, k, v, policy, tile=None, do=None, causal=True, scale=None, seed=0
     and lse = -inf; a row whose sum underflows to 0 gives NaN, as it would on hardware.
     """
     policy = PrecisionPolicy.parse(policy)
-    scale = check_inputs(q, k, v, causal, scale)
-    if tile is not None and tile < 1:
-        raise UserError(f"tile={tile} must be at least 1 key, or None for the whole row")
+    scale = check_inputs(q, k, v, causal, scale, do, tile, seed)
     dtype = q.dtype
+    if dtype not in DTYPES:
+        raise UserError(
+            f"a policy rounds bfloat16, float16 or float32, not {dtype}; convert q, k, v or take "
+            "impl='oracle'"
+        )
     q, k, v = (t.float() for t in (q, k, v))
     rnd = _Rounder(policy, seed)
     t = _forward(q, k, v, policy, rnd, tile or k.shape[2], causal, scale)

@@ -153,6 +153,11 @@ def test_stochastic_backward_regenerates_the_forward():
         (dict(policy=LOW.replace(x="e4m3fn"), impl="triton"), "x=e4m3fn"),
         (dict(policy=LOW, impl="triton", tile=48), "tile=48"),
         (dict(policy=LOW, probe=torch.zeros(1, 3)), "probe"),
+        (dict(impl="emulate", tile=2.5), "tile=2.5"),
+        (dict(impl="triton", tile=2.5), "tile=2.5"),
+        (dict(impl="emulate", tile=0), "tile=0"),
+        (dict(impl="triton", seed=-1), "seed=-1"),
+        (dict(impl="emulate", seed=2**32), "seed=4294967296"),
     ],
 )
 def test_errors_before_any_work(how, word):

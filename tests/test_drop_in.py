@@ -101,6 +101,8 @@ def test_autocast_casts_as_pytorch_does():
         (dict(attn_mask=torch.full((16, 16), 0.5)), ("attn_mask",)),
         (dict(attn_mask=torch.full((16, 16), -1.0).triu(1)), ("attn_mask",)),
         (dict(attn_mask=torch.ones(16, 16, dtype=torch.bool), is_causal=True), ("not both",)),
+        (dict(attn_mask=torch.zeros(16, 16, requires_grad=True)), ("attn_mask", "no gradient")),
+        (dict(attn_mask=torch.ones(16, 16, dtype=torch.int64)), ("attn_mask", "booleans")),
     ],
 )
 def test_what_is_not_supported_is_named(change, words):
@@ -116,6 +118,34 @@ def test_shapes_that_are_refused():
         sdpa(*qkv(1, 2, 16, 16, keys=8), is_causal=True)
     with pytest.raises(UserError, match="seqlen, head_dim"):
         sdpa(*(torch.ones(4) for _ in range(3)))
+    with pytest.raises(UserError, match="multiple of the heads"):
+        sdpa(torch.ones(1, 3, 8, 16), *2 * [torch.ones(1, 0, 8, 16)], enable_gqa=True)
+    with pytest.raises(UserError, match="attn_mask"):  # its first rows see no key
+        mask = torch.ones(16, 8, dtype=torch.bool).tril(-8)
+        sdpa(*qkv(1, 2, 16, 16, keys=8), mask)
+
+
+@pytest.mark.parametrize(
+    "q,k", [((2, 3, 4, 8, 16), (3, 2, 4, 8, 16)), ((6, 4, 8, 16), (2, 3, 4, 8, 16))]
+)
+def test_leading_dimensions_must_be_alike(q, k):
+    with pytest.raises(UserError, match="the same leading dimensions"):
+        sdpa(torch.ones(q), torch.ones(k), torch.ones(k))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtypes_that_are_refused(dtype, autocast):
+    inputs = [torch.ones(1, 2, 8, 16, dtype=dtype) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with pytest.raises(UserError, match=str(dtype)):
+            sdpa(*inputs, policy="ALL_FP32")
+
+
+def test_float64_is_for_the_oracle():
+    inputs = qkv(1, 2, 8, 16, dtype=torch.float64)
+    wanted = F.scaled_dot_product_attention(*inputs)
+    torch.testing.assert_close(sdpa(*inputs, impl="oracle"), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_the_name_loads_torch_only_when_asked():

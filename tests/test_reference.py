@@ -151,8 +151,13 @@ def test_row_without_keys():
         (lambda q, k, v: emulate(q, k[:, :, :5], v[:, :, :5], FA2), "causal"),
         (lambda q, k, v: emulate(q, k, v[..., :8], FA2), "alike"),
         (lambda q, k, v: emulate(q.float(), k, v, FA2), "dtype"),
-        (lambda q, k, v: emulate(q, k, v, FA2, tile=0), "tile"),
+        (lambda q, k, v: emulate(q, k, v, FA2, tile=0), "tile=0"),
         (lambda q, k, v: oracle(q[0], k[0], v[0]), "head_dim"),
+        (lambda q, k, v: emulate(q[:, :, :0], k, v, FA2, causal=False), "empty"),
+        (lambda q, k, v: emulate(q, k[:, :, :0], v[:, :, :0], FA2, causal=False), "empty"),
+        (lambda q, k, v: oracle(q[..., :0], k[..., :0], v[..., :0]), "empty"),
+        (lambda q, k, v: oracle(q, k, v, do=v[:, :, :5]), "do must have the shape"),
+        (lambda q, k, v: emulate(q, k, v, FA2, do=v[:, :, :1]), "do must have the shape"),
     ],
 )
 def test_errors(call, word):
