@@ -27,6 +27,7 @@ delta in float64. The rounding of P is in it. No alarm reads it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,21 +72,23 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
     """
     if sequences < 1 or length < 1:
         raise UserError(f"sequences={sequences} and length={length} must be at least 1")
+    weights, folder = "the weights given", None
     if isinstance(model, (str, Path)):
         path = runs.at_root(model)
         model, folder = _load(path, seed), path if path.is_dir() else path.parent
-    else:
-        folder = None
+        config = path.suffix == ".json"
+        weights = f"random weights of seed {seed}" if config else f"the weights of {path}"
     if isinstance(model, Capture):
-        return _table([_capture_call(model, policy)])
+        return _table([_capture_call(model, policy)], f"{model.path.name}, with its own text")
     c = model.config
     length = min(length, c.block_size if isinstance(model, GPT) else c.max_position_embeddings)
-    tokens = _tokens(text, folder, c.vocab_size, sequences, length, seed)
-    return _table(_run(model.eval(), tokens, policy))
+    tokens, words = _tokens(text, folder, c.vocab_size, sequences, length, seed)
+    size = " x ".join(map(str, tokens.shape))
+    return _table(_run(model.eval(), tokens, policy), f"{weights}, and {size} tokens of {words}")
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """What a table of `probe` says, in words."""
+    """What a table of `probe` says, in words, and what was read."""
     ill = table[table.alarm]
     worst = (table if ill.empty else ill).nlargest(1, "share").iloc[0]
     text = (
@@ -93,12 +96,13 @@ def verdict(table: pd.DataFrame) -> str:
         f"through delta is {worst.share:.2g} times as long as W_Q's gradient, and the mean score "
         f"is {round(worst.common, 1) + 0.0:.1f}. Rounding q and k moves P by {worst.tv:.2%}"
     )
+    read = f"\nRead: {table.attrs['read']}." if "read" in table.attrs else ""
     if ill.empty:
-        return f"No alarm in {len(table)} head(s). The largest: {text[0].lower()}{text[1:]}."
+        return f"No alarm in {len(table)} head(s). The largest: {text[0].lower()}{text[1:]}.{read}"
     late = "it computes something else already" if worst.tv >= BROKEN else "it is still right"
     return (
         f"ALARM in {len(ill)} of {len(table)} head(s). {text}: {late}. The policy SAFE is for "
-        "training from before an alarm; that it rescues such a head is not shown."
+        f"training from before an alarm; that it rescues such a head is not shown.{read}"
     )
 
 
@@ -172,7 +176,7 @@ def _sequence(call, one: slice) -> dict[str, torch.Tensor]:
     )  # fmt: skip
 
 
-def _table(calls) -> pd.DataFrame:
+def _table(calls, read: str) -> pd.DataFrame:
     tables = []
     for call in calls:
         columns = {name: torch.as_tensor(x).tolist() for name, x in _measure(call).items()}
@@ -180,6 +184,7 @@ def _table(calls) -> pd.DataFrame:
         tables.append(pd.DataFrame(dict(layer=call.layer, head=heads) | columns))
     table = pd.concat(tables, ignore_index=True)
     table["alarm"] = (table.share >= SHARE) & (table.common.abs() >= COMMON)
+    table.attrs["read"] = read
     return table
 
 
@@ -320,24 +325,33 @@ def _checkpoint(path: Path) -> GPT:
 def _transformers(path: Path, seed: int):
     if not path.exists():
         raise UserError(f"there is no {path}; give a folder, config.json, checkpoint.pt or capture")
+    if path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin")):
+        raise UserError(f"{path} has no weights; give its config.json for random ones")
+    with _transformers_reading(path) as hub:
+        if path.suffix != ".json":
+            kind = dict(dtype=torch.float32, local_files_only=True)
+            return hub.AutoModelForCausalLM.from_pretrained(path, **kind)
+        torch.manual_seed(seed)
+        config = hub.AutoConfig.from_pretrained(path, local_files_only=True)
+        return hub.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@contextlib.contextmanager
+def _transformers_reading(path: Path):
+    """The library; what a damaged file makes it raise, of many types, is one sentence."""
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
     except ImportError:
         raise UserError("a model needs transformers: pip install -e '.[transformers]'") from None
-    weights = any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
     try:
-        if weights:
-            kind = dict(dtype=torch.float32, local_files_only=True)
-            return AutoModelForCausalLM.from_pretrained(path, **kind)
-        torch.manual_seed(seed)
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"transformers cannot read {path}: {str(error).splitlines()[0]}") from None
+        yield transformers
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"transformers cannot read {path} ({words})") from None
 
 
-def _tokens(text, folder, vocab_size, sequences, length, seed) -> torch.Tensor:
-    """(sequences, length) int64, ids beyond the vocabulary wrapped around."""
+def _tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Tensor, str]:
+    """(sequences, length) int64, ids beyond the vocabulary wrapped around; and of what."""
     from lowprec import data
 
     few = f"has {{}} tokens; the probe needs {4 * BLOCKS} and more"
@@ -345,28 +359,27 @@ def _tokens(text, folder, vocab_size, sequences, length, seed) -> torch.Tensor:
         if sequences * length < 4 * BLOCKS:
             raise UserError(f"{sequences} x {length} " + few.format(sequences * length))
         smoke = data.load_tokens(runs.data_root() / "corpora" / "smoke.safetensors")
-        return data.batch(smoke, 0, seed, sequences, length)[0] % vocab_size
+        tokens = data.batch(smoke, 0, seed, sequences, length)[0]
+        return tokens % vocab_size, "the committed text, in GPT-2's vocabulary"
     text = Path(text)
     if not text.is_file():
         raise UserError(f"there is no text {text}")
-    ids = torch.tensor(_encoded(text.read_text(errors="replace"), folder, vocab_size))
+    ids, how = _encoded(text.read_text(errors="replace"), folder, vocab_size)
+    ids = torch.tensor(ids)
     length = min(length, len(ids) // sequences)
     if length * sequences < 4 * BLOCKS:
         raise UserError(f"{text} {few.format(len(ids))}")
-    return ids[: sequences * length].view(sequences, length) % vocab_size
+    return ids[: sequences * length].view(sequences, length) % vocab_size, f"{text.name}, {how}"
 
 
-def _encoded(text: str, folder, vocab_size: int) -> list[int]:
-    """By the model's tokenizer, else GPT-2's, else as bytes."""
+def _encoded(text: str, folder, vocab_size: int) -> tuple[list[int], str]:
+    """By the model's tokenizer, else GPT-2's, or as bytes if the vocabulary is smaller."""
     if folder is not None and any(folder.glob("tokenizer*")):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"]
+        with _transformers_reading(folder) as hub:
+            tokenizer = hub.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            return tokenizer(text)["input_ids"], "by the tokenizer beside the model"
     if vocab_size >= 50257:
         from lowprec.text import gpt2_encoding
 
-        try:
-            return gpt2_encoding().encode_ordinary(text)
-        except UserError:
-            pass
-    return list(text.encode())
+        return gpt2_encoding().encode_ordinary(text), "by GPT-2's tokenizer"
+    return list(text.encode()), "as bytes"

@@ -8,6 +8,7 @@ import torch
 
 from lowprec import UserError, __main__, affected, runs
 from lowprec.capture import Capture
+from lowprec.formats import BF16, ulp
 from lowprec.model import GPT
 from lowprec.policy import FA2
 from lowprec.reference import oracle
@@ -70,14 +71,15 @@ def test_a_gpt_goes_the_same_way():
         assert str(call.policy) == "ALL_FP32" and "attention" not in vars(block)
 
 
-def test_a_capture_has_the_numbers_of_its_replay():
-    capture = Capture.load(CAPTURES / "fa2-b-seed4-1580.xz")
+@pytest.mark.parametrize("name", ["fa2-b-seed4-1580", "low-c-seed6-1230"])
+def test_a_capture_has_the_numbers_of_its_replay(name):
+    capture = Capture.load(CAPTURES / f"{name}.xz")
     row = affected.probe(capture).iloc[0]
-    t = capture.replay()
+    t = capture.replay(device="cpu")
     e = capture.query_error(t)[0]
-    dq = oracle(*(capture.tensors[n] for n in "qkv"), scale=capture.scale,
-                do=capture.tensors["do"]).dq  # fmt: skip
-    g = dq[0, 0].mT @ capture.tensors["x"][0].double()
+    exact = oracle(*(capture.tensors[n] for n in "qkv"), scale=capture.scale,
+                   do=capture.tensors["do"])  # fmt: skip
+    g = exact.dq[0, 0].mT @ capture.tensors["x"][0].double()
     assert row.share == pytest.approx((e.norm() / g.norm()).item(), rel=1e-3)
     assert row.share_all != pytest.approx(row.share, rel=0.05)  # the rounding of P
     full = scores.unrounded(capture)
@@ -90,6 +92,11 @@ def test_a_capture_has_the_numbers_of_its_replay():
     assert row.key_share == pytest.approx(parts["key_share"])
     assert row.common == pytest.approx(parts["common"])
     assert row.delta_low < row.delta_bias < row.delta_high
+    eps = (t.delta_o - t.delta_ref).double()
+    assert row.delta_bias == pytest.approx((eps.sum() / eps.abs().sum()).item())
+    assert row.tied == (t.ties > 1).double().mean().item()
+    wrong = (t.o.double() - exact.o).sum() / ulp(exact.o, BF16).sum()
+    assert row.o_bias == pytest.approx(wrong.item())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +149,9 @@ def test_the_command(hub, tmp_path, capsys):
     words = ["probe", str(tmp_path / "config.json"), "--text", str(tmp_path / "some.txt")]
     outputs = ["--figure", str(tmp_path / "f.png"), "--table", str(tmp_path / "t.csv")]
     assert __main__.main([*words, *outputs]) == 0
-    assert "No alarm in 8 head(s)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "No alarm in 8 head(s)" in out
+    assert "Read: random weights of seed 0, and 4 x 64 tokens of some.txt, as bytes" in out
     assert (tmp_path / "f.png").stat().st_size > 5000
     assert len((tmp_path / "t.csv").read_text().splitlines()) == 9
     assert __main__.main([*words[:2], "--text", str(tmp_path / "none.txt")]) == 2
@@ -171,13 +180,41 @@ def test_a_checkpoint_is_read_under_its_own_policy(tmp_path):
 
 @pytest.mark.parametrize(
     "name,words",
-    [("nothing", "there is no"), ("a.pt", "no checkpoint"), ("config.json", "cannot read")],
+    [
+        ("nothing", "there is no"),
+        ("a.pt", "no checkpoint"),
+        ("config.json", "cannot read"),
+        ("", "has no weights"),
+    ],
 )
 def test_a_mistake_is_one_sentence(hub, tmp_path, name, words):
     if name != "nothing":
-        (tmp_path / name).write_text("{}")
+        (tmp_path / (name or "config.json")).write_text("{}")
     with pytest.raises(UserError, match=words):
         affected.probe(tmp_path / name)
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_file_is_one_sentence(hub, tmp_path, damaged):
+    small(hub, "gpt2").save_pretrained(tmp_path)
+    path, text = tmp_path / damaged, tmp_path / "some.txt"
+    text.write_text("abc " * 100)
+    if damaged == "tokenizer.json":
+        path.write_text("{}")
+    elif damaged == "config.json":
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"n_layer": "x"}))
+    else:
+        path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UserError, match="transformers cannot read"):
+        affected.probe(tmp_path, text)
+
+
+def test_text_is_not_read_as_bytes_for_want_of_a_vocabulary(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWPREC_GPT2_VOCAB", str(tmp_path))
+    (tmp_path / "some.txt").write_text("abc " * 100)
+    hub.GPT2Config(n_layer=1, n_head=2, n_embd=32).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="GPT-2's vocabulary"):
+        affected.probe(tmp_path / "config.json", tmp_path / "some.txt")
 
 
 def test_an_output_that_cannot_be_written_is_said_before_any_work(tmp_path, capsys):
