@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +46,7 @@ from lowprec.model import GPT
 from lowprec.policy import FA2, PrecisionPolicy
 from lowprec.reference import oracle
 from lowprec.studies import drift, scores
+from lowprec.studies.directions import common_part
 
 SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
 BLOCKS = 16
@@ -151,7 +153,7 @@ def _measure(call) -> dict[str, torch.Tensor]:
         tied=seen["tied"].mean((0, 2)), o_bias=seen["o_error"].sum(0) / seen["o_ulp"].sum(0),
         delta_bias=mean / size, delta_low=(mean - half) / size, delta_high=(mean + half) / size,
         share=share(eps), share_all=share(seen["eps_all"]),
-        key_share=(full_k.mean(2).norm(dim=-1) / full_k.square().sum(-1).mean(-1).sqrt()).mean(0),
+        key_share=torch.tensor([common_part(k) for k in full_k.unbind(1)], dtype=torch.float64),
         common=seen["common"].mean((0, 2)), tv=seen["moved"].mean((0, 2)),
     )  # fmt: skip
 
@@ -346,7 +348,7 @@ def _transformers_reading(path: Path):
     try:
         yield transformers
     except Exception as error:
-        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        words = textwrap.shorten(f"{type(error).__name__}: {error}", 250)
         raise UserError(f"transformers cannot read {path} ({words})") from None
 
 

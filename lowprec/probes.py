@@ -31,7 +31,7 @@ def spectral_norms(weights: torch.Tensor) -> torch.Tensor:
 
     From the smaller Gram matrix G in float64: the trace of G^n, to the power 1/n, lies above G's
     largest eigenvalue by a factor of at most (its size)^(1/n), and n = 2^26 takes 26 squarings.
-    That is two relative units in 10^8 for 64 rows, ten times as fast as a decomposition, and it
+    That is three relative units in 10^8 for 64 rows, ten times as fast as a decomposition, and it
     never raises: NaN where a weight is not finite, since the failure must be measurable.
     """
     w = weights.double()

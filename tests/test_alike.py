@@ -66,6 +66,8 @@ def test_a_head_by_hand(tokens):
 def test_the_table_on_disk_and_what_is_refused(folder, tokens, tmp_path, capsys):
     alike.main([str(folder), "--data", str(data.SMOKE), "--sequences", "1", "--device", "cpu"])
     assert "of 3 arms" in capsys.readouterr().out
+    with pytest.raises(UserError, match="alike.parquet exists and is never overwritten"):
+        alike.main([str(folder), "--data", "nothing"])
     assert len(pd.read_parquet(folder / "alike.parquet")) == 3 * 2 * 2 * 2
     with pytest.raises(UserError, match="other tokens"):
         alike.compare(folder, dataclasses.replace(tokens, sha256="0"), 1)

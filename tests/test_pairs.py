@@ -78,6 +78,8 @@ def test_the_table_on_disk_says_which_runs(folder, capsys):
     pairs.main([str(folder), "low:plain", "--device", "cpu"])
     table = pd.read_parquet(folder / "weights.parquet")
     assert "1 pairs" in capsys.readouterr().out
+    with pytest.raises(UserError, match="weights.parquet exists and is never overwritten"):
+        pairs.main([str(folder), "plain:gone"])
     shared, own = table.attrs["shared"], table.attrs["runs"]
     assert shared["hardware"] == "CPU" and shared["n_embd"] == 32 and "policy" not in shared
     for run in runs.load_runs(folder).run:
@@ -95,3 +97,13 @@ def test_weights_of_another_run_are_refused(folder):
         pairs.load(broken, 2, "cpu")
     with pytest.raises(UserError, match="no two runs"):
         pairs.compare(folder, ["plain:gone"])
+
+
+def test_a_damaged_file_of_weights_is_one_sentence(folder, tmp_path):
+    run = runs.load_run(folder / "plain-seed0")
+    (tmp_path / ".weights").mkdir()
+    whole = pairs.kept(run)[2].read_bytes()
+    for size in (0, 1000, len(whole) - 100):
+        (tmp_path / ".weights/step-2.pt").write_bytes(whole[:size])
+        with pytest.raises(UserError, match="step-2.pt holds no weights"):
+            pairs.load(dataclasses.replace(run, path=tmp_path), 2, "cpu")

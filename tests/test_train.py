@@ -75,6 +75,8 @@ def test_spectral_norms():
     wanted = torch.linalg.matrix_norm(w.double(), ord=2)
     torch.testing.assert_close(spectral_norms(w), wanted, rtol=1e-7, atol=0)
     torch.testing.assert_close(spectral_norms(w.mT), wanted, rtol=1e-7, atol=0)
+    u, v = (torch.linalg.qr(torch.randn(n, 64).double())[0] for n in (64, 384))
+    assert spectral_norms(u @ v.mT).item() == pytest.approx(1, abs=4e-8)  # all 64 are 1
     w[0, 1, 2, 3] = float("nan")
     w[1, 2, 0, 0] = float("inf")
     broken = spectral_norms(w).isnan()

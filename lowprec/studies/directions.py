@@ -48,8 +48,10 @@ def head_cosines(model, text) -> pd.DataFrame:
 
 
 def common_part(keys) -> float:
-    """Length of the mean key over the root mean square of a key's; keys: (T, D)."""
-    return (keys.mean(0).norm() / keys.square().sum(1).mean().sqrt()).item()
+    """Length of the mean key over the root mean square of a key's; keys: (..., T, D), the mean
+    over the rest."""
+    size = keys.square().sum(-1).mean(-1).sqrt()
+    return (keys.mean(-2).norm(dim=-1) / size).mean().item()
 
 
 def principal(a, x) -> tuple[torch.Tensor, float]:

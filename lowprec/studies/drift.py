@@ -13,8 +13,7 @@ import pandas as pd
 from scipy import stats
 
 from lowprec import UserError
-
-HEAD = ["layer", "head"]
+from lowprec.studies.heads import summed
 
 
 def relative_sum(probes: pd.DataFrame, after: int = -1, until: int | None = None) -> pd.Series:
@@ -24,8 +23,7 @@ def relative_sum(probes: pd.DataFrame, after: int = -1, until: int | None = None
     first left out, the last one in; by default all.
     """
     until = probes.step.max() if until is None else until
-    chosen = probes[probes.step.between(after, until, inclusive="right")]
-    sums = chosen.groupby(HEAD)[["delta_bias", "delta_abs"]].sum()
+    sums = summed(probes, after, until, ["delta_bias", "delta_abs"])
     return sums.delta_bias / sums.delta_abs.where(sums.delta_abs > 0)
 
 

@@ -70,10 +70,16 @@ def sums(run, after: int, until: int) -> pd.DataFrame:
     Columns delta_bias = Σ(delta_o - delta_ref), delta_abs = Σ|delta_o - delta_ref|, tied_rows,
     rows. Raises `UserError` if no probe lies between.
     """
-    chosen = run.probes[run.probes.step.between(after, until, inclusive="right")]
-    if chosen.empty:
+    found = summed(run.probes, after, until, SUMS)
+    if found.empty:
         raise UserError(f"{run.name} has no probe after step {after:,} and up to {until:,}")
-    return chosen.groupby(HEAD)[SUMS].sum()
+    return found
+
+
+def summed(probes: pd.DataFrame, after: int, until: int, columns: list[str]) -> pd.DataFrame:
+    """Some columns of a run's probes as `sums` adds them; empty if no probe lies between."""
+    chosen = probes[probes.step.between(after, until, inclusive="right")]
+    return chosen.groupby(HEAD)[columns].sum()
 
 
 def agreement(ours: dict, theirs: dict, count: int = 6) -> tuple[int, int, float]:

@@ -24,11 +24,23 @@ def kept(run: runs.Run) -> dict[int, Path]:
 
 
 def load(run: runs.Run, step: int, device: str) -> dict[str, torch.Tensor]:
-    """Weights kept before a step. Raises `UserError` if the last ones are not the run's own."""
-    weights = torch.load(kept(run)[step], map_location=device, weights_only=True)
+    """Weights kept before a step. Raises `UserError` for a damaged file, and if the last ones are
+    not the run's own."""
+    path = kept(run)[step]
+    try:
+        weights = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # a damaged archive raises many types
+        raise UserError(f"{path} holds no weights ({type(error).__name__}); restore it") from None
     if step == run.info["steps"] and recorder.weights_sha256(weights) != run.info["weights_sha256"]:
         raise UserError(f"{run.name}: the weights kept at step {step} are not those of the run")
     return weights
+
+
+def unwritten(path: Path) -> Path:
+    """The path of a table to be made. Raises `UserError` if there is one."""
+    if path.exists():
+        raise UserError(f"{path} exists and is never overwritten; rename it")
+    return path
 
 
 def models(folder, tokens, sequences: int, device: str, **changes) -> Iterator[tuple]:
@@ -86,7 +98,8 @@ def tabulate(argv, doc: str, compare: Callable, sequences: int, path: str) -> No
     parser.add_argument("--sequences", type=int, default=sequences, help="of each step's batch")
     parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
     args = parser.parse_args(argv)
+    out = unwritten(args.folder / path)
     tokens, device = data.load_tokens(args.data), pick_device(args.device)
     table = compare(args.folder, tokens, args.sequences, device)
-    recorder.write_table(args.folder / path, table)
-    print(f"{args.folder / path}: {len(table):,} rows of {table.arm.nunique()} arms")
+    recorder.write_table(out, table)
+    print(f"{out}: {len(table):,} rows of {table.arm.nunique()} arms")

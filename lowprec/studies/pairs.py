@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 
 from lowprec import UserError, entry, recorder, runs
-from lowprec.studies.kept import kept, load
+from lowprec.studies.kept import kept, load, unwritten
 from lowprec.train import pick_device
 
 COLUMNS = {
@@ -149,9 +149,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("pairs", nargs="+", help="ARM:ARM, the second as the reference")
     parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
     args = parser.parse_args(argv)
+    out = unwritten(args.folder / "weights.parquet")
     table = compare(args.folder, args.pairs, pick_device(args.device))
-    recorder.write_table(args.folder / "weights.parquet", table)
-    print(f"{args.folder / 'weights.parquet'}: {len(table):,} rows, {table.pair.nunique()} pairs")
+    recorder.write_table(out, table)
+    print(f"{out}: {len(table):,} rows, {table.pair.nunique()} pairs")
 
 
 if __name__ == "__main__":

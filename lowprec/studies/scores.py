@@ -14,6 +14,7 @@ import torch
 
 from lowprec.formats import BF16, round_to, ulp
 from lowprec.reference import causal_mask
+from lowprec.studies.directions import common_part
 
 
 def unrounded(capture) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,11 +51,10 @@ def parts(q, k, scale) -> dict[str, float]:
     q_bar, k_bar = q.mean(-2), k.mean(-2)
     unit = k_bar[..., None, :] / k_bar.norm(dim=-1)[..., None, None]
     across = row_parts(q, k - (k @ unit.mT) * unit, scale)[1]
-    size = k.square().sum(-1).mean(-1).sqrt()
     return dict(
         common=mean.mean().item(), spread=spread.square().mean().sqrt().item(),
         along=1 - (across.square().mean() / spread.square().mean()).item(),
-        key_share=(k_bar.norm(dim=-1) / size).mean().item(),
+        key_share=common_part(k),
         alignment=torch.cosine_similarity(q_bar, k_bar, dim=-1).mean().item(),
     )  # fmt: skip
 
