@@ -116,6 +116,20 @@ def test_shapes(device, n, d, tile, causal):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_each_sequence_of_a_batch_draws_its_own_words(device):
+    compare(*family("normal", (2, 1, 64, 32), device=device), every("bf16:stochastic"), seed=3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tile", [None, 64])
+def test_the_shift_of_tied_rows_below_zero(device, tile):
+    q, k, v, do = inputs_on(device, "tied")
+    policy = PAPER.replace(shift="beta(beta=2,gamma=0.5,tol=0.1)")
+    assert (emulate(-q, k, v, policy, tile).ties > 1).double().mean() > 0.5
+    compare(-q, k, v, do, policy, tile)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy,scale", [(LOW, 0.07), (PAPER, 0.5)], ids=str)
 def test_scales(device, policy, scale):
     compare(*inputs_on(device, "lowrank"), policy, scale=scale)
