@@ -356,14 +356,15 @@ def weights_sha256(weights: dict) -> str:
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
     """Parquet, half its usual size: measured floats are packed by place of the byte, steps as
-    differences, and the footer says nothing beyond the columns and `table.attrs`."""
+    differences, and the footer says nothing beyond the columns and `table.attrs`. Each page has
+    a checksum."""
     packed = {name: "BYTE_STREAM_SPLIT" for name in table if table[name].dtype.kind == "f"}
     packed |= {"step": "DELTA_BINARY_PACKED"} if "step" in table else {}
     content, data = pa.Table.from_pandas(table, preserve_index=False), io.BytesIO()
     with pq.ParquetWriter(
         data, content.schema, compression="brotli", compression_level=10, column_encoding=packed,
         use_dictionary=[name for name in table if name not in packed],
-        write_statistics=False, store_schema=False,
+        write_statistics=False, store_schema=False, write_page_checksum=True,
     ) as writer:  # fmt: skip
         writer.write_table(content)
         if table.attrs:

@@ -163,7 +163,7 @@ def _read_table(path: Path, columns) -> pd.DataFrame:
     if not path.is_file():
         raise UserError(f"run folder {path.parent.name} has no {path.name}; restore it from git")
     try:
-        table = pd.read_parquet(path)
+        table = pd.read_parquet(path, page_checksum_verification=True)
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise UserError(
             f"{path.parent.name}/{path.name} is damaged ({type(error).__name__}); restore it from "

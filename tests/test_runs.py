@@ -1,13 +1,16 @@
 """Run folders, what counts as an explosion, and the manifest."""
 
+import contextlib
 import json
 import re
 import shutil
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from lowprec import UserError, runs
+from lowprec.recorder import write_table
 from lowprec.runs import excess, find_explosion, load_run, load_runs, window_mean
 
 CALM = 1.0 + 2.0 * np.exp(-np.arange(2000) / 200)
@@ -109,13 +112,24 @@ def test_damaged_probes_are_named_when_read(folder):
         load_run(folder).probes  # noqa: B018
 
 
+def test_a_flipped_bit_is_noticed(tmp_path):
+    """Every byte of a recorded table: one changed bit raises or changes no number."""
+    table = pd.DataFrame(dict(step=range(40), loss=np.random.default_rng(0).normal(size=40)))
+    path = tmp_path / "a.parquet"
+    write_table(path, table)
+    content = path.read_bytes()
+    for i in range(len(content)):
+        path.write_bytes(content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :])
+        with contextlib.suppress(UserError):
+            read = runs._read_table(path, ("step", "loss"))
+            pd.testing.assert_frame_equal(read, table, check_exact=True)
+
+
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def shorten(path):
-    import pandas as pd
-
     pd.read_parquet(path).iloc[:-1].to_parquet(path)
 
 
