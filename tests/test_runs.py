@@ -32,6 +32,13 @@ def test_a_rise_that_comes_back_is_a_spike():
     assert find_explosion(with_rise(3.0, length=600)).confirmed, "back only after the 500 steps"
 
 
+@pytest.mark.parametrize("rest, lasts", [(0.2, False), (0.3, True)])
+def test_it_has_come_back_within_a_quarter_of_a_nat(rest, lasts):
+    loss = with_rise(rest)
+    loss[1200:1260] += 3.0 - rest
+    assert (find_explosion(loss) is not None) == lasts
+
+
 def test_a_small_rise_is_a_divergence():
     assert find_explosion(with_rise(0.45)) is None
 
@@ -84,6 +91,23 @@ def test_load(folder):
     assert len(commit) == 40 and set(commit) <= set("0123456789abcdef"), "a clean tree recorded it"
     table = load_runs(folder.parent)
     assert list(table.name) == ["low-seed1"] and bool(table.exploded[0])
+
+
+def test_a_campaign_counts_what_is_confirmed(tmp_path):
+    """One run that exploded, one whose rise was seen for 300 steps, one in which nothing rose."""
+    losses = dict(exploded=with_rise(1.0), rising=with_rise(1.0, start=1700), calm=CALM[:1500])
+    for arm, loss in losses.items():
+        (tmp_path / f"{arm}-seed0").mkdir()
+        metrics = pd.DataFrame(dict(step=range(len(loss)), loss=loss, grad_norm=1.0, lr=1e-3))
+        write_table(tmp_path / f"{arm}-seed0" / "metrics.parquet", metrics)
+        config = dict(policy="LOW", seed=0)
+        info = dict(arm=arm, config=config, hardware="CPU", ended="completed", steps=len(loss))
+        (tmp_path / f"{arm}-seed0" / "run.json").write_text(json.dumps(info))
+    table = load_runs(tmp_path).set_index("arm")
+    assert table.exploded.to_dict() == dict(exploded=True, rising=False, calm=False)
+    onset = find_explosion(losses["exploded"]).onset
+    assert table.duration.to_dict() == dict(exploded=onset, rising=onset + 500, calm=1500)
+    assert table.steps.to_dict() == dict(exploded=2000, rising=2000, calm=1500)
 
 
 @pytest.mark.parametrize(

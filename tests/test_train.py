@@ -23,7 +23,9 @@ from lowprec.capture import Capture
 from lowprec.model import GPT, GPTConfig
 from lowprec.probes import spectral_norms
 from lowprec.recorder import Recorder
-from lowprec.train import PRESETS, TrainConfig, deterministic, learning_rate, processes, train
+from lowprec.train import (
+    PRESETS, Group, TrainConfig, deterministic, draw_seed, learning_rate, processes, train,
+)  # fmt: skip
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=4, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu")  # fmt: skip
@@ -102,6 +104,35 @@ def test_a_seed_run_twice_is_equal_and_arms_share_batches_and_weights(tmp_path):
     assert c.metrics.grad_norm[0] != a.metrics.grad_norm[0]
     d = train(small(policy="LOW", seed=1), tmp_path / "d")
     assert d.metrics.loss[0] != a.metrics.loss[0]
+
+
+@pytest.fixture(scope="module")
+def plain_weights(tmp_path_factory):
+    """The hash of the weights that three steps of `small` leave."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(runs.repo_root())
+        run = train(small(steps=3), tmp_path_factory.mktemp("plain") / "a")
+    return run.info["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, dict(weight_decay=0.1), dict(eps=1e-3), dict(beta1=0.5), dict(beta2=0.5), dict(clip=0.1)],
+    ids=str,
+)
+def test_each_switch_of_the_optimiser_reaches_the_weights(tmp_path, plain_weights, change):
+    run = train(small(steps=3, **change), tmp_path / "a")
+    assert (run.info["weights_sha256"] == plain_weights) == (not change)
+
+
+def test_random_roundings_differ_by_step_micro_batch_and_process():
+    config = small(policy="LOW+o=bf16:stochastic")
+    groups = [Group("cpu", rank, 2) for rank in range(2)]
+    seeds = [draw_seed(config, g, step, i, 3) for g in groups for step in range(4) for i in range(3)]
+    assert len(set(seeds)) == len(seeds) == 24
+    assert draw_seed(small(policy="LOW"), groups[1], 3, 1, 3) == 0, "torch.compile sees a constant"
+    some = small(policy="LOW", layers={"0/1": "LOW+o=bf16:stochastic"})
+    assert draw_seed(some, groups[1], 3, 1, 3) > 0
 
 
 def test_nothing_recorded_is_overwritten(tmp_path):
