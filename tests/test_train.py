@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,14 @@ from lowprec.model import GPT, GPTConfig
 from lowprec.probes import spectral_norms
 from lowprec.recorder import Recorder
 from lowprec.train import (
-    PRESETS, Group, TrainConfig, deterministic, draw_seed, learning_rate, processes, train,
+    PRESETS,
+    Group,
+    TrainConfig,
+    deterministic,
+    draw_seed,
+    learning_rate,
+    processes,
+    train,
 )  # fmt: skip
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=4, warmup=2,
@@ -128,7 +136,9 @@ def test_each_switch_of_the_optimiser_reaches_the_weights(tmp_path, plain_weight
 def test_random_roundings_differ_by_step_micro_batch_and_process():
     config = small(policy="LOW+o=bf16:stochastic")
     groups = [Group("cpu", rank, 2) for rank in range(2)]
-    seeds = [draw_seed(config, g, step, i, 3) for g in groups for step in range(4) for i in range(3)]
+    seeds = [
+        draw_seed(config, g, step, i, 3) for g in groups for step in range(4) for i in range(3)
+    ]
     assert len(set(seeds)) == len(seeds) == 24
     assert draw_seed(small(policy="LOW"), groups[1], 3, 1, 3) == 0, "torch.compile sees a constant"
     some = small(policy="LOW", layers={"0/1": "LOW+o=bf16:stochastic"})
@@ -142,7 +152,7 @@ def test_nothing_recorded_is_overwritten(tmp_path):
         train(small(), tmp_path / "a")
     assert before == {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
     (tmp_path / ".b.part").mkdir()
-    with pytest.raises(UserError, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished run; remove it"):
         train(small(), tmp_path / "b")
 
 
@@ -157,8 +167,8 @@ def test_a_non_finite_loss_ends_the_run_before_the_weights_are_lost(tmp_path):
 
 
 def test_a_run_that_dies_at_once_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="learning rate"):
-        train(small(lr=-1.0), tmp_path / "a")
+    with pytest.raises(UserError, match="too few for a block"):
+        train(small(block_size=600_000), tmp_path / "a")
     assert not any(tmp_path.iterdir())
 
 
@@ -175,6 +185,8 @@ def test_it_stops_after_an_explosion(tmp_path, monkeypatch):
         (dict(steps=0), "steps=0"),
         (dict(data="data/corpora/nothing"), "nothing"),
         (dict(impl="fast"), "fast"),
+        (dict(device="cudda"), "no device=cudda; take cuda, cpu or auto"),
+        (dict(device="mps"), "no device=mps; take cuda, cpu or auto"),
     ],
 )
 def test_user_errors_before_any_work(tmp_path, changes, word):
@@ -226,7 +238,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     assert len(unfinished.metrics) == 5 and not unfinished.finished
     monkeypatch.undo()
     monkeypatch.chdir(runs.repo_root())
-    with pytest.raises(UserError, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished run; add --resume to go on from"):
         train(config, tmp_path / "b")
     with pytest.raises(UserError, match="another lr"):
         train(dataclasses.replace(config, lr=1.0), tmp_path / "b", resume=True)
@@ -246,6 +258,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     (tmp_path / ".a.part").mkdir()
     (tmp_path / ".a.part" / "checkpoint.pt").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="checkpoint.pt is damaged"):
+        train(small(), tmp_path / "a", resume=True)
+    torch.save(dict(model={}), tmp_path / ".a.part" / "checkpoint.pt")
+    with pytest.raises(UserError, match=r"checkpoint.pt is damaged \(KeyError\)"):
         train(small(), tmp_path / "a", resume=True)
 
 
@@ -302,6 +317,27 @@ def test_a_full_disk_leaves_what_was_written(tmp_path, monkeypatch):
         train(small(), tmp_path / "a")
     assert len(runs.load_run(tmp_path / ".a.part").metrics) == 2
     assert not list((tmp_path / ".a.part").glob("*.tmp"))
+
+
+def test_a_full_disk_leaves_no_half_of_the_weights(tmp_path, monkeypatch):
+    (tmp_path / ".a.part" / ".weights").mkdir(parents=True)
+    (tmp_path / ".a.part" / ".weights" / "step-000002.pt.tmp").symlink_to("/dev/full")
+    part = Recorder.__init__
+
+    def starts(self, config, out, *how):
+        part(self, config, tmp_path / "b", *how)
+        self.part = tmp_path / ".a.part"
+
+    monkeypatch.setattr(Recorder, "__init__", starts)
+    with pytest.raises(UserError, match="cannot write .*step-000002.pt: "):
+        train(small(weights_at=(1, 2)), tmp_path / "a")
+    assert list(files(tmp_path / ".a.part" / ".weights")) == ["step-000001.pt"]
+
+
+@pytest.mark.parametrize("place", ["README.md", "/proc"])
+def test_a_place_without_folders_is_named(place):
+    with pytest.raises(UserError, match=f"cannot make the folder {place}/.x.part: "):
+        train(small(), f"{place}/x")
 
 
 def test_micro_batches_add_up_to_the_batch(tmp_path):
@@ -529,6 +565,47 @@ def test_settings_that_cannot_be(tmp_path, changes, word):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1])
+@pytest.mark.parametrize(
+    "name", ["lr", "lr_end", "beta1", "beta2", "eps", "weight_decay", "clip", "logit_softcap"]
+)
+def test_a_number_that_is_none_is_refused(name, value):
+    if (name, value) != ("clip", math.inf):  # clips nothing
+        with pytest.raises(UserError, match=f"{name}={value} must be "):
+            small(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(clip=0), dict(beta1=1), dict(beta2=2), dict(tile=0), dict(checkpoint_every=-1),
+     dict(capture_every=-1), dict(warmup=-1), dict(stop_after_explosion=-1), dict(seed=-1),
+     dict(seed=2**63), dict(data_seed=-1), dict(lr_steps=0), dict(probe_every=0)],
+    ids=str,
+)  # fmt: skip
+def test_a_number_out_of_its_range_is_refused(changes):
+    ((name, value),) = changes.items()
+    with pytest.raises(UserError, match=f"{name}={value} must be "):
+        small(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [(dict(steps=2.5), "a whole number"), (dict(steps=True), "a whole number"),
+     (dict(steps=[2]), "a whole number"), (dict(lr=None), "a number"),
+     (dict(lr="2e-3"), "a number; write it as 2.0e-3"), (dict(data=None), "a text"),
+     (dict(gate=1), "True or False"), (dict(amp=1), "True or False or a text or None"),
+     (dict(layers="LOW"), "policies by layer"), (dict(layers={"0": 3}), "policies by layer"),
+     (dict(window=[1]), "two steps, as"), (dict(window=["a", "b"]), "two steps, as"),
+     (dict(capture_at=["x"]), "a list of whole numbers"), (dict(tile=7.5), "a whole number or N")],
+    ids=str,
+)  # fmt: skip
+def test_a_setting_of_another_type_is_refused(changes, word):
+    ((name, value),) = changes.items()
+    with pytest.raises(UserError, match=re.escape(f"{name}={value!r} must be {word}")):
+        small(**changes)
+    small(lr=1, layers={0: "LOW"}, window=[1, 2], capture_at=[1], amp=None, tile=8)
+
+
 def test_deterministic_puts_everything_back():
     def state():
         return (
@@ -558,7 +635,7 @@ preset: tiny
 train: {n_layer: 1, n_head: 2, n_embd: 32, block_size: 16, batch_size: 2, steps: 2}
 arms:
   low: {policy: LOW, seeds: [0]}
-  bad: {policy: LOW, lr: -1.0, seeds: [0]}
+  bad: {policy: LOW, lr: 1.0, seeds: [0]}
 """
 
 
@@ -596,7 +673,7 @@ def test_recorded_runs_are_those_that_the_campaign_asks_for(name):
     [
         (CAMPAIGN.replace("predictions: [p]", ""), "predictions"),
         (CAMPAIGN.replace("tiny", "huge"), "preset"),
-        (CAMPAIGN.replace("lr: -1.0", "lrr: 1"), "did you mean lr"),
+        (CAMPAIGN.replace("lr: 1.0", "lrr: 1"), "did you mean lr"),
         (CAMPAIGN.replace("seeds: [0]", "seeds: []"), "list its seeds"),
         (CAMPAIGN.replace("arms:", "arm:"), "arms"),
         ("a: [", "YAML"),
