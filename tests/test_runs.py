@@ -1,13 +1,16 @@
 """Run folders, what counts as an explosion, and the manifest."""
 
 import contextlib
+import hashlib
 import json
 import re
 import shutil
+import subprocess
 
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 from lowprec import UserError, runs
 from lowprec.recorder import write_table
@@ -181,6 +184,62 @@ def test_manifest_names_what_differs(tmp_path):
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="manifest.json"):
         runs.verify(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "[1]", "3", "null"])
+def test_a_manifest_of_another_kind_is_named(tmp_path, text):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match="manifest"):
+        runs.verify(tmp_path)
+
+
+def test_the_commit_says_whether_the_code_had_changed(tmp_path, monkeypatch):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.check_output(["git", *who, *words], cwd=tmp_path, text=True).strip()
+
+    code = tmp_path / "lowprec" / "runs.py"
+    code.parent.mkdir()
+    code.touch()
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "a")
+    monkeypatch.delenv("LOWPREC_COMMIT", raising=False)
+    monkeypatch.setattr(runs, "__file__", str(code))
+    (tmp_path / "README.md").write_text("other")
+    assert runs.git_commit() == git("rev-parse", "HEAD")
+    code.write_text("changed")
+    assert runs.git_commit() == git("rev-parse", "HEAD") + "+changes"
+    monkeypatch.setenv("LOWPREC_COMMIT", "abc")
+    assert runs.git_commit() == "abc"
+
+
+def test_each_runs_commit_has_its_predictions():
+    """The campaign file that the run's commit holds asks for the run: its arm and its seed."""
+    root = runs.repo_root()
+
+    def git(*words, **kwargs):
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, **kwargs).stdout
+
+    if git("rev-parse", "--is-shallow-repository").strip() != b"false":
+        pytest.skip("not a git clone with its history")
+    recorded = {}
+    for path in (root / "data/runs").glob("*/*/run.json"):
+        info = json.loads(path.read_text())
+        name = f"{info['commit']}:data/runs/{path.parts[-3]}/campaign.yaml"
+        recorded.setdefault(name, []).append(info)
+    rest = git("cat-file", "--batch", input="\n".join(recorded).encode())
+    for name, infos in recorded.items():
+        head, _, rest = rest.partition(b"\n")
+        assert head.split()[1] == b"blob", f"there is no {name}"
+        size = int(head.split()[2])
+        content, rest = rest[:size], rest[size + 1 :]
+        arms, digest = yaml.safe_load(content)["arms"], hashlib.sha256(content).hexdigest()
+        for info in infos:
+            where = f"{name} does not ask for {info['name']}"
+            assert info["config"]["seed"] in arms[info["arm"]]["seeds"], where
+            assert info.get("campaign_sha256", digest) == digest, f"{name} changed uncommitted"
 
 
 def test_run_json_holds_no_absolute_path():
