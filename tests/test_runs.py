@@ -1,5 +1,6 @@
 """Run folders, what counts as an explosion, and the manifest."""
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -240,6 +241,45 @@ def test_each_runs_commit_has_its_predictions():
             where = f"{name} does not ask for {info['name']}"
             assert info["config"]["seed"] in arms[info["arm"]]["seeds"], where
             assert info.get("campaign_sha256", digest) == digest, f"{name} changed uncommitted"
+
+
+VARIES = re.compile(
+    r"""\.\.\. | \([^)]*\) | \[[^]]*\] | '[^']*' | [\w.]+=(?:\([^)]*\)|\S+) | (?<![\w`-])\d[\d.,]*
+    | \S*/(?!claims|benchmarks)[\w.]+ | \b[A-Z]+\b | \b(?:python3|mine|pysource|low-seed0|int)\b
+    | campaign\.yaml | some\.txt | lowprec-capture-1 | refuted | supported | a\ number
+    | steps(?=;) | No\ space\ left.*?; | ;""",
+    re.VERBOSE,
+)
+"""What differs from case to case in the messages that book/rerun.md quotes."""
+
+
+def test_the_book_quotes_messages_that_there_are():
+    """Every fragment, of two words and more, of each message in its table of troubles."""
+    root = runs.repo_root()
+    said = [(root / "Makefile").read_text()]
+    for path in (root / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        said += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for path in (*(root / "lowprec").rglob("*.py"), root / "tests" / "conftest.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "\n" for p in node.values)
+                said.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.append(node.value)
+    said = "\n".join(said)
+    table = (root / "book" / "rerun.md").read_text().split("| message | mend |\n")[1]
+    rows = [row[2:].split("` | ")[0] for row in table.split("\n\n")[0].splitlines()[1:]]
+    messages = [m for row in rows for m in re.findall(r"`((?:[^`]|``)+)(?:`(?!`)|$)", row)]
+    assert len(messages) > 40
+    for message in messages:
+        if message.startswith("[IPKernelApp]"):  # of another program
+            continue
+        parts = [part.strip(" ,:.") for part in VARIES.split(message.replace("``", "`"))]
+        parts = [part for part in parts if len(part.split()) > 1]
+        for part in parts:
+            assert part in said, f"{message!r}: nothing says {part!r}; write ... for what varies"
+        assert parts, f"{message!r} has nothing to look for"
 
 
 def test_run_json_holds_no_absolute_path():
