@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lowprec import UserError, campaign, recorder, runs
 from lowprec.capture import Capture
@@ -432,6 +434,53 @@ def test_captures_and_the_window_leave_the_run_alone(tmp_path):
     errors = pd.read_parquet(tmp_path / "b" / "query_error.parquet")
     assert set(errors.step) == {2, 3, 4, 5} and len(errors) == 4 * 2
     assert (errors.error_norm > 0).all() and (errors.error_norm < errors.grad_norm).all()
+
+
+def test_the_window_of_micro_batches_is_that_of_the_batch(tmp_path):
+    """The same error of W_Q's gradient, summed over sequences one by one or all at once."""
+    config = small(policy="LOW", batch_size=4, window=(0, 1), steps=2)
+    train(config, tmp_path / "a")
+    train(dataclasses.replace(config, micro_batch=1), tmp_path / "b")
+    whole, parts = (pd.read_parquet(tmp_path / run / "query_error.parquet") for run in "ab")
+    for name in ("delta_abs", "error_norm", "sum_norm", "grad_norm"):
+        assert list(parts[name]) == pytest.approx(list(whole[name]), rel=0.01), name
+
+
+def test_the_onset_keeps_300_steps_before_and_50_after(monkeypatch):
+    monkeypatch.setattr(runs, "find_explosion", lambda losses: runs.Explosion(700, True))
+    watch = object.__new__(Recorder)
+    watch.metrics, watch.onset, watch.step = [], [], 1000
+    watch.recent = [np.full((1, 2, 3), step) for step in range(200, 1000)]
+    watch._keep_onset()
+    (rows,) = watch.onset
+    assert list(rows[:, 0]) == list(np.repeat(range(400, 750), 2)) == list(rows[:, 3])
+
+
+def test_speed_and_the_share_of_the_peak_rate(monkeypatch):
+    """100 steps of 32 x 1,024 tokens in 8 seconds on two GPUs of 989.4 TFLOP/s."""
+    monkeypatch.setattr(recorder.time, "time", lambda: 1008.0)
+    watch = object.__new__(Recorder)
+    watch.config, watch.group = TrainConfig(), Group("cuda", 0, 2)
+    watch.info, watch.step = dict(hardware="NVIDIA H200"), 150
+    watch.began, watch.timed = (0, 0.0), (50, 1000.0)
+    model = SimpleNamespace(flops_per_token=lambda: 1e9)
+    share = 409_600 * 1e9 / 2 / 989.4e12
+    assert watch.speed(model) == dict(tokens_per_second=409_600, mfu=pytest.approx(share, abs=1e-4))
+    watch.info["hardware"], watch.timed = "CPU", None
+    assert watch.speed(model) == dict(tokens_per_second=round(150 * 32 * 1024 / 1008))
+
+
+def test_flops_are_those_that_pytorch_counts():
+    """All products but attention's, which are two of 2 T C a token, half of them masked, and
+    twice as many in the backward."""
+    model = GPT(GPTConfig(2, 2, 32, 16, vocab_size=64, impl="sdpa"))
+    x, y = torch.randint(0, 64, (2, 3, 16))
+    with FlopCounterMode(display=False) as counter:
+        model(x, y).backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if "mm" in str(op) and "bmm" not in str(op))
+    attention = 2 * (2 * 2 * 16 * 32) / 2 * 3
+    assert model.flops_per_token() == products / (3 * 16) + attention
 
 
 @pytest.fixture
