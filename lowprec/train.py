@@ -168,8 +168,7 @@ RANGES = (
     ("clip", lambda x: x > 0, "above 0; inf clips nothing"),
     ("seed data_seed", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1"),
 )  # fmt: skip
-"""Fields of `TrainConfig`, what they may be, and that in words. None is checked by its type."""
-
+"""Fields of `TrainConfig`, what they may be, and that in words; None is left to its type."""
 
 WORDS = {
     "str": "a text", "int": "a whole number", "float": "a number", "bool": "True or False",
