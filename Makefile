@@ -20,7 +20,8 @@ BOOK  := book/_build/html
 NAMES := $(basename $(notdir $(wildcard notebooks/[0-9][0-9]_*.ipynb)))
 
 # What every executed notebook depends on besides its own source and profile.
-EVIDENCE := $(shell find lowprec -name '*.py') $(shell find data -type f -not -path '*/.*') book/claims.yml
+DATA     := $(shell find data -type f -not -path '*/.*')
+EVIDENCE := $(shell find lowprec -name '*.py') $(DATA) book/claims.yml
 # What the pages depend on besides the executed notebooks. _generated and status.md are written
 # from these.
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md book/*.yml book/*.bib book/_static/*)) \
@@ -56,7 +57,14 @@ $(error PROFILE is '$(PROFILE)': take smoke, recorded or gpu)
 endif
 notebooks: $(NAMES:%=$(call folder,$(PROFILE))/%.ipynb)
 
+# Data that changed is held against its manifest before a page reads it. Order-only: that alone
+# makes no page old.
 RECORDED := $(NAMES:%=book/executed/%.ipynb)
+$(RECORDED): | build/.verified
+build/.verified: $(DATA) $(VENV)
+	$(PY) -m lowprec verify
+	@mkdir -p $(@D) && touch $@
+
 book/_build/.stamp: $(RECORDED) $(PAGES) $(VENV)
 	rm -f $(filter-out $(RECORDED),$(wildcard book/executed/*.ipynb))
 	rm -rf $(BOOK)

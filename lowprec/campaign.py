@@ -33,7 +33,7 @@ import yaml
 
 from lowprec import UserError
 from lowprec.progress import Table, table_row, tail
-from lowprec.runs import at_root
+from lowprec.runs import at_root, load_run, make_folder, sha256
 
 KEYS = ("question", "predictions", "preset", "train", "arms")
 
@@ -45,6 +45,8 @@ class Job:
     arm: str
     config: object
     out: Path
+    campaign: str = ""
+    """sha256 of the campaign file, with the predictions"""
 
     @property
     def name(self) -> str:
@@ -61,8 +63,9 @@ class Job:
 
     def spec(self) -> str:
         return json.dumps(
-            dict(config=dataclasses.asdict(self.config), out=str(self.out.absolute()), arm=self.arm)
-        )
+            dict(config=dataclasses.asdict(self.config), out=str(self.out.absolute()),
+                 arm=self.arm, campaign=self.campaign)
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,8 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
     spec = _read(path)
     if spec.get("preset") not in list(PRESETS):
         raise UserError(f"{path.name}: preset must be one of {', '.join(PRESETS)}")
-    types = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    digest = sha256(path)
     jobs = []
     for arm, changes in spec["arms"].items():
         where = f"{path.name}: arm {arm}"
@@ -101,24 +105,31 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
             raise UserError(f"{where} names folders; take letters, digits and . + -")
         changes = dict(changes)
         seeds = changes.pop("seeds", None)
-        if not seeds or not isinstance(seeds, list) or len(set(map(str, seeds))) < len(seeds):
+        whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
+        if not whole or not seeds or len(set(seeds)) < len(seeds):
             raise UserError(f"{where} must list its seeds, each once: seeds: [0, 1, 2]")
         values = {**(spec.get("train") or {}), **changes, **overrides}
-        for name, value in [*values.items(), *(("seed", seed) for seed in seeds)]:
-            _check(where, types, name, value)
+        for name in values:
+            if name not in names:
+                close = difflib.get_close_matches(str(name), names, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise UserError(f"{where} sets unknown field {name}{hint}")
         for seed in seeds:
-            config = dataclasses.replace(PRESETS[spec["preset"]], **(values | {"seed": seed}))
-            jobs.append(Job(str(arm), config, path.parent / f"{arm}-seed{seed}"))
+            try:
+                config = dataclasses.replace(PRESETS[spec["preset"]], **(values | {"seed": seed}))
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+            jobs.append(Job(str(arm), config, path.parent / f"{arm}-seed{seed}", digest))
     return sorted(jobs, key=lambda job: job.config.seed)
 
 
 def _read(path: Path) -> dict:
     """What a campaign file says, with all that a campaign needs."""
     try:
-        spec = yaml.safe_load(path.read_text())
+        spec = yaml.load(path.read_text(), _Loader)
     except OSError:
         raise UserError(f"there is no campaign file {path}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path.name} is not valid YAML: {str(error).splitlines()[0]}") from None
     for key in set(spec if isinstance(spec, dict) else ()) - set(KEYS):
         raise UserError(f"{path.name} has an unknown key {key}; it takes {', '.join(KEYS)}")
@@ -132,16 +143,17 @@ def _read(path: Path) -> dict:
     return spec
 
 
-def _check(where: str, types: dict[str, str], name: str, value) -> None:
-    """Raise `UserError` for a field that is not there, or a text where a number should be."""
-    if name not in types:
-        close = difflib.get_close_matches(str(name), types, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UserError(f"{where} sets unknown field {name}{hint}")
-    if "tuple" in types[name] and not isinstance(value, list | tuple | None):
-        raise UserError(f"{where}: {name}={value!r} is a list; write [{value}]")
-    if isinstance(value, str) and "str" not in types[name]:
-        raise UserError(f"{where}: {name}={value!r} is a text; write numbers as 2.0e-3")
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that stands twice in one mapping, of which YAML would take the last."""
+
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if any(key.value == earlier.value for earlier in keys[:i]):
+                problem = f"{key.value} stands twice, again in line {key.start_mark.line + 1}"
+                raise yaml.composer.ComposerError(problem=problem)
+        return node
 
 
 def run_campaign(
@@ -183,7 +195,7 @@ def _otherwise(job: Job) -> str:
     """What the configuration of a recorded run has otherwise than the campaign asks for now."""
     if not job.out.exists():
         return ""
-    then = json.loads((job.out / "run.json").read_text())["config"]
+    then = load_run(job.out).info["config"]
     now = json.loads(job.spec())["config"]
     ours = ("data", "device")  # recorded by name, and as it was chosen
     differ = [k for k in then if k in now and k not in ours and then[k] != now[k]]
@@ -212,7 +224,7 @@ class Local:
     pause = 0.5
 
     def __init__(self, jobs: list[Job], side_by_side: int | None):
-        jobs[0].logs.mkdir(parents=True, exist_ok=True)
+        make_folder(jobs[0].logs)
         self.waiting, self.running = list(jobs), {}
         devices = visible_gpus()
         if devices and side_by_side and side_by_side > len(devices):
@@ -275,7 +287,7 @@ class Cluster:
         if not all(map(shutil.which, ("sbatch", "srun", "squeue"))):
             raise UserError("there is no Slurm here (no sbatch, srun, squeue); use cluster=local")
         self.folder = jobs[0].logs.absolute() / "slurm"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self.ids, self.gone = {}, set()
         queued = self._queue()
         for job in jobs:  # sent by an earlier call that was interrupted
@@ -353,7 +365,7 @@ def run_one(spec: str, device: str = "auto") -> None:
         job["config"]["device"] = device
     out = Path(job["out"])
     with only_process(out.parent / ".logs" / f"{out.name}.lock"):
-        train(TrainConfig(**job["config"]), out, arm=job["arm"], resume=True)
+        train(TrainConfig(**job["config"]), out, job["arm"], True, job["campaign"])
 
 
 @contextlib.contextmanager
@@ -375,7 +387,7 @@ def only_process(lock: Path):
 def outcome(job: Job, log: Path) -> str:
     """How a run that is over went: "done in N s" or "failed (WHY), see LOG"."""
     if job.out.exists():
-        return f"done in {json.loads((job.out / 'run.json').read_text())['seconds']:.0f} s"
+        return f"done in {load_run(job.out).info['seconds']:.0f} s"
     errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)(?:: (.*))?$", tail(log), re.MULTILINE)
     why = f" ({errors[-1][:300]})" if errors and errors[-1] else ""
     return f"failed{why}, see {log}"

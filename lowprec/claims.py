@@ -223,7 +223,10 @@ def load(path: Path | None = None) -> dict[str, Claim]:
         from lowprec.runs import repo_root
 
         path = repo_root() / "book" / "claims.yml"
-    return dict(_read(Path(path), Path(path).stat().st_mtime_ns))
+    try:
+        return dict(_read(Path(path), Path(path).stat().st_mtime_ns))
+    except OSError:
+        raise UserError(f"there are no claims at {path}; restore it from git") from None
 
 
 @functools.lru_cache(maxsize=4)
@@ -231,8 +234,14 @@ def _read(path: Path, changed: int) -> dict[str, Claim]:
     """Read once, not at each of a page's twenty claims."""
     import yaml
 
+    try:
+        entries = yaml.safe_load(path.read_text()) or []
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path.name} is not valid YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path.name} must be a list of claims, each with its keys")
     claims: dict[str, Claim] = {}
-    for entry in yaml.safe_load(path.read_text()) or []:
+    for entry in entries:
         claim = parse(entry)
         if claim.id in claims:
             raise UserError(f"claim {claim.id} stands twice in {path.name}: rename one")

@@ -26,6 +26,9 @@ from .text import HUB, TOKEN, VOCABULARY, Source, documents, encode, gpt2_encodi
 SMOKE = CORPORA / "smoke.safetensors"
 SHARD_FORMAT = "lowprec-tokens-1"
 SHARD_TOKENS = 1 << 26
+HEADER = {
+    "format", "corpus", "vocabulary", "shard", "shards", "n_tokens", "sha256", "corpus_sha256"
+}  # fmt: skip
 
 
 def sha256(tokens: np.ndarray) -> str:
@@ -275,7 +278,10 @@ def open_shard(path: Path) -> tuple[np.ndarray, dict[str, str]]:
             header, names = file.metadata() or {}, list(file.keys())
             stored = file.get_slice("tokens") if names == ["tokens"] else None
             layout = (stored.get_dtype(), stored.get_shape()) if stored else None
-        if header.get("format") != SHARD_FORMAT or layout != ("U16", [int(header["n_tokens"])]):
+        numbers = [header.get(key, "") for key in ("shard", "shards", "n_tokens")]
+        whole = HEADER <= header.keys() and all(number.isdecimal() for number in numbers)
+        fits = whole and layout == ("U16", [int(header["n_tokens"])])
+        if header.get("format") != SHARD_FORMAT or not fits:
             raise UserError(f"{path} is not a lowprec token shard; name one that `build` wrote.")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}); build it again.") from error

@@ -153,9 +153,18 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
     from papermill.exceptions import PapermillExecutionError
     from traitlets.config import Config
 
+    from lowprec import runs
+
     source, output = Path(source), Path(output)
     if not source.is_file():
         raise UserError(f"there is no notebook {source}")
+    try:
+        nbformat.read(source, 4)
+    except Exception as error:  # nbformat raises many types
+        raise UserError(f"{source} is not a notebook ({type(error).__name__})") from None
+    if output.is_dir() or output.resolve() == source.resolve():
+        raise UserError(f"{output} is not replaced by a page; name another file for the page")
+    runs.make_folder(output.parent)
     values = {**_profile_values(profile), **(parameters or {})}
     start = time.monotonic()
     # Kernels talk through files of their own: two that start at once cannot take the same port.
@@ -175,10 +184,8 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
         from lowprec import claims
 
         claims.compare(nb.metadata["lowprec"]["verdicts"])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f".{output.name}.part")
-    nbformat.write(nb, part)
-    os.replace(part, output)
+    text = nbformat.writes(nb) + "\n"
+    runs.write_atomic(output, lambda file: file.write(text.encode()))
     return nb
 
 

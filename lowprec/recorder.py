@@ -40,13 +40,17 @@ PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0}
 class Recorder:
     """Gathers what is measured, and writes the run folder. On ranks above 0 it only gathers."""
 
-    def __init__(self, config, out: Path, arm: str, group, tokens, resume: bool = False):
+    def __init__(
+        self, config, out: Path, arm: str, group, tokens, resume: bool = False, campaign: str = ""
+    ):
         self.config, self.group, self.name = config, group, out.name
         self.part = out.with_name(f".{out.name}.part")
         self.resumes = resume and (self.part / "checkpoint.pt").is_file()
         if self.part.exists() and not self.resumes:
             mend = "remove it, or choose another name"
-            if resume:
+            if (self.part / "checkpoint.pt").is_file():
+                mend = "add --resume to go on from its checkpoint, or choose another name"
+            elif resume:
                 mend = "it has no checkpoint to go on from; " + mend
             raise UserError(f"{self.part} holds an unfinished run; {mend}")
         group.wait()
@@ -57,8 +61,10 @@ class Recorder:
             impl=resolve_impl(config.impl, group.device), data_sha256=tokens.sha256,
             **runs.provenance(group.device),
         )  # fmt: skip
+        if campaign:  # says whether the predictions are those of the commit
+            self.info["campaign_sha256"] = campaign
         if group.rank == 0:
-            self.part.mkdir(parents=True, exist_ok=True)
+            runs.make_folder(self.part)
         self.step = self.flushed = 0  # steps done, steps written
         self.pending, self.metrics, self.probes = [], [], []
         self.recent = deque(maxlen=max(runs.PATIENCE + BEFORE, 2 * config.probe_every) + 200)
@@ -186,9 +192,9 @@ class Recorder:
     def keep_weights(self, model):
         """All weights as they are, for `lowprec.studies`; hidden, being too large for git."""
         if self.group.rank == 0:
-            folder = self.part / ".weights"
-            folder.mkdir(exist_ok=True)
-            torch.save(model.state_dict(), folder / f"step-{self.step:06d}.pt")
+            path = self.part / ".weights" / f"step-{self.step:06d}.pt"
+            runs.make_folder(path.parent)
+            runs.write_atomic(path, lambda file: torch.save(model.state_dict(), file))
 
     def checkpoint(self, model, optimizer, scaler):
         """Everything that the next step depends on, in one file."""
@@ -215,16 +221,20 @@ class Recorder:
         path = self.part / "checkpoint.pt"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged archive raises many types
+            before, now = json.loads(state["config"]), self.info["config"]
+            differ = sorted(k for k in before.keys() | now if before.get(k) != now.get(k))
+            if not differ:
+                self._take(state, model, optimizer, scaler)
+        except Exception as error:  # a damaged archive or another program's raises many types
             raise UserError(
                 f"{path} is damaged ({type(error).__name__}); remove {self.part} and start again"
             ) from None
-        before, now = json.loads(state["config"]), self.info["config"]
-        differ = sorted(k for k in before.keys() | now if before.get(k) != now.get(k))
         if differ:
             raise UserError(
                 f"{path} was made with another {', '.join(differ)}; take the same, or start anew"
             )
+
+    def _take(self, state: dict, model, optimizer, scaler):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
@@ -356,14 +366,15 @@ def weights_sha256(weights: dict) -> str:
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
     """Parquet, half its usual size: measured floats are packed by place of the byte, steps as
-    differences, and the footer says nothing beyond the columns and `table.attrs`."""
+    differences, and the footer says nothing beyond the columns and `table.attrs`. Each page has
+    a checksum."""
     packed = {name: "BYTE_STREAM_SPLIT" for name in table if table[name].dtype.kind == "f"}
     packed |= {"step": "DELTA_BINARY_PACKED"} if "step" in table else {}
     content, data = pa.Table.from_pandas(table, preserve_index=False), io.BytesIO()
     with pq.ParquetWriter(
         data, content.schema, compression="brotli", compression_level=10, column_encoding=packed,
         use_dictionary=[name for name in table if name not in packed],
-        write_statistics=False, store_schema=False,
+        write_statistics=False, store_schema=False, write_page_checksum=True,
     ) as writer:  # fmt: skip
         writer.write_table(content)
         if table.attrs:

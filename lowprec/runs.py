@@ -163,7 +163,7 @@ def _read_table(path: Path, columns) -> pd.DataFrame:
     if not path.is_file():
         raise UserError(f"run folder {path.parent.name} has no {path.name}; restore it from git")
     try:
-        table = pd.read_parquet(path)
+        table = pd.read_parquet(path, page_checksum_verification=True)
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise UserError(
             f"{path.parent.name}/{path.name} is damaged ({type(error).__name__}); restore it from "
@@ -185,7 +185,7 @@ def load_run(path) -> Run:
         raise UserError(f"{path.name!r} is not a run folder: it has no run.json")
     try:
         info = json.loads(file.read_text())
-        info["config"]["policy"], info["hardware"]
+        info["config"]["policy"], info["hardware"], info["ended"]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path.name}/run.json is damaged; restore it from git") from None
     run = Run(path, info)
@@ -243,6 +243,14 @@ def at_root(path: str | Path) -> Path:
     return path if path.exists() or path.is_absolute() else repo_root() / path
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it; raises `UserError` where there can be none."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {path}: {error.strerror}; name another") from None
+
+
 def write_atomic(path: Path, write) -> None:
     """Call `write(open file)`, then give the file its name; an earlier one stays until then."""
     temporary = path.with_name(path.name + ".tmp")
@@ -289,8 +297,8 @@ def verify(root: Path | None = None) -> int:
     """
     root = root or data_root()
     try:
-        entries = json.loads((root / "manifest.json").read_text())
-    except (OSError, ValueError):
+        entries = dict(json.loads((root / "manifest.json").read_text()))
+    except (OSError, ValueError, TypeError):
         raise UserError("data/manifest.json is missing or damaged; restore it from git") from None
     present = {p.relative_to(root).as_posix(): p for p in _data_files(root)}
     wrong = [f"{name} is missing" for name in entries if name not in present]

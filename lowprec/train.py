@@ -18,6 +18,7 @@ import os
 import signal
 import threading
 import traceback
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,12 +112,19 @@ class TrainConfig:
     with a loss scale, which skips the steps whose gradient (grad_norm) is not finite"""
 
     def __post_init__(self):
+        kinds = typing.get_type_hints(TrainConfig)
+        for one in dataclasses.fields(self):
+            if not is_a(value := getattr(self, one.name), kinds[one.name]):
+                words = " or ".join(WORDS.get(kind, kind) for kind in one.type.split(" | "))
+                text = isinstance(value, str) and "float" in one.type
+                hint = "; write it as 2.0e-3, not as a text" if text else ""
+                raise UserError(f"{one.name}={value!r} must be {words}{hint}")
         self.model()  # raises for what no model can have
-        for name in ("steps", "batch_size", "probe_every", "lr_steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise UserError(f"micro_batch={self.micro_batch} must be at least 1, or None")
+        for names, allowed, words in RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not allowed(value):
+                    raise UserError(f"{name}={value} must be {words}")
         if isinstance(self.amp, str) and self.amp != "fp16":
             raise UserError(f"amp={self.amp!r} must be True (BF16), fp16, False or None")
         if any(not 0 <= step <= self.steps for step in self.weights_at):
@@ -127,8 +135,6 @@ class TrainConfig:
         """What would otherwise fail, or do nothing, at some late step."""
         if any(not 0 <= step < self.steps for step in self.capture_at):
             raise UserError(f"capture_at={self.capture_at} must be steps below steps={self.steps}")
-        if self.capture_keep < 1:
-            raise UserError(f"capture_keep={self.capture_keep} must be at least 1")
         if not 0 <= (self.capture_layer or 0) < self.n_layer:
             raise UserError(f"capture_layer={self.capture_layer} is none of {self.n_layer} layers")
         if any(not 0 <= head < self.n_head for head in self.capture_heads):
@@ -152,6 +158,40 @@ class TrainConfig:
         return GPTConfig(**{name: getattr(self, name) for name in names})
 
 
+RANGES = (
+    ("steps batch_size micro_batch probe_every lr_steps tile capture_keep",
+     lambda x: x >= 1, "at least 1"),
+    ("warmup checkpoint_every capture_every stop_after_explosion", lambda x: x >= 0, "0 or more"),
+    ("lr lr_end eps weight_decay logit_softcap",
+     lambda x: 0 <= x < math.inf, "0 or more, and finite"),
+    ("beta1 beta2", lambda x: 0 <= x < 1, "at least 0 and below 1"),
+    ("clip", lambda x: x > 0, "above 0; inf clips nothing"),
+    ("seed data_seed", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1"),
+)  # fmt: skip
+"""Fields of `TrainConfig`, what they may be, and that in words; None is left to its type."""
+
+WORDS = {
+    "str": "a text", "int": "a whole number", "float": "a number", "bool": "True or False",
+    "dict[str, str]": "policies by layer, as {1: LOW}", "tuple[int, int]": "two steps, as [2, 5]",
+    "tuple[int, ...]": "a list of whole numbers, as [2, 5]",
+}  # fmt: skip
+
+
+def is_a(value, kind) -> bool:
+    """Whether a value, from a command line, YAML or JSON, has the type that a field declares."""
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict) and all(is_a(v, inner[1]) for v in value.values())
+    if typing.get_origin(kind) is tuple:
+        fits = isinstance(value, list | tuple) and (inner[-1] is ... or len(value) == len(inner))
+        return fits and all(is_a(v, inner[0]) for v in value)
+    if inner:
+        return any(is_a(value, one) for one in inner)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
+
+
 PRESETS = {
     "gpt2": TrainConfig(),
     "gpt2-paper": TrainConfig(
@@ -165,11 +205,14 @@ PRESETS = {
 }  # fmt: skip
 
 
-def train(config: TrainConfig, out: str | Path, arm: str = "", resume: bool = False) -> runs.Run:
+def train(
+    config: TrainConfig, out: str | Path, arm: str = "", resume: bool = False, campaign: str = ""
+) -> runs.Run:
     """Train, record, and return the run. `out` is a new run folder; an existing one is refused.
 
     resume: go on from the checkpoint of an unfinished run of the same configuration, with the
     numbers it would have had; without an unfinished run, start.
+    campaign: sha256 of the campaign file that asks for the run, for run.json.
     SIGTERM and Ctrl-C write what there is, with a checkpoint if the run makes them, and raise
     `UserError`. Every process of `torchrun` calls this; the first one writes.
     """
@@ -178,7 +221,7 @@ def train(config: TrainConfig, out: str | Path, arm: str = "", resume: bool = Fa
         raise UserError(f"run folder {out} exists and is never overwritten; choose another name")
     with processes(config) as group, deterministic(), stop_signal() as stop:
         tokens = data.load_tokens(runs.at_root(config.data))
-        recorder = Recorder(config, out, arm, group, tokens, resume)
+        recorder = Recorder(config, out, arm, group, tokens, resume, campaign)
         try:
             model, end = _loop(config, tokens, group, recorder, stop)
             recorder.finish(end, model, out)
@@ -233,10 +276,16 @@ def processes(config: TrainConfig):
 
 
 def pick_device(device: str) -> str:
-    """The device that "auto" means; raises `UserError` for a GPU that is not there."""
+    """The device that "auto" means; raises `UserError` for one that is not there."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = None
+    if kind not in ("cuda", "cpu"):
+        raise UserError(f"there is no device={device}; take cuda, cpu or auto")
+    if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device={device} needs an NVIDIA GPU and there is none; use device=cpu")
     return device
 

@@ -1,11 +1,15 @@
 """What of the benchmark runs without a GPU."""
 
+import datetime
+import sys
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lowprec import UserError, benchmark
+from lowprec import UserError, benchmark, entry
 from lowprec.benchmark import Case, Inputs, floors, need_gpu, training_step
+from lowprec.studies import mixed_runs, peers
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2)
 
@@ -40,6 +44,24 @@ def test_a_floor_is_linear_in_its_ceiling():
     assert slow["backward_bytes"] == fast["backward_bytes"] == 2 * slow["forward_bytes"]
     # 2 products of 2 T^2 D operations over half of the square, for 32 x 12 heads
     assert fast["forward_operations"] == pytest.approx(32 * 12 * 2 * 1024**2 * 64 / 800e9)
+
+
+@pytest.mark.parametrize(
+    "module, words, sentence",
+    [
+        (benchmark, ["OUT"], "needs an NVIDIA GPU"),
+        (peers, ["OUT"], "exists and is never overwritten"),
+        (mixed_runs, ["OUT", "digits", "--steps", "1"], "steps=1 must be above"),
+    ],
+)
+def test_a_users_mistake_ends_with_status_2(tmp_path, monkeypatch, capsys, module, words, sentence):
+    path = tmp_path / f"{datetime.date.today().isoformat()}-cpu.json"
+    path.touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["a", *(w.replace("OUT", str(tmp_path)) for w in words)])
+    with pytest.raises(SystemExit) as stop:
+        entry(module.main)
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so():

@@ -23,7 +23,7 @@ preset: tiny
 train: {n_layer: 1, n_head: 2, n_embd: 32, block_size: 16, batch_size: 2, steps: STEPS}
 arms:
   low: {policy: LOW, seeds: [0, 1]}
-  bad: {policy: FA2, lr: -1.0, seeds: [0, 1]}
+  bad: {policy: FA2, device: cuda, seeds: [0, 1]}
 """
 ONE_RUN = CAMPAIGN.split("  bad:")[0].replace("[0, 1]", "[0]")
 ON_CPU = Slurm(minutes=5, gpus_per_node=0, cpus=1, memory=2.0)
@@ -64,11 +64,13 @@ def check_summary(out, result, again):
         if name.startswith("low"):
             assert re.fullmatch(r"done in \d+ s", how) and again[name] == "recorded before"
         else:
-            assert how.startswith("failed (Invalid learning rate: -1.0), see ")
-            assert again[name].startswith("failed (Invalid learning rate: -1.0), see ")
-            log = how.rpartition("see ")[2]
-            assert "Invalid learning rate" in open(log).read()
+            why = "device=cuda needs an NVIDIA GPU and there is none; use device=cpu"
+            assert how.startswith(f"failed ({why}), see ")
+            assert again[name].startswith(f"failed ({why}), see ")
+            assert why in open(how.rpartition("see ")[2]).read()
     table = runs.load_runs(out)
+    (file,) = {*out.glob("*.yaml"), *out.parent.glob("*.yaml")}
+    assert all(run.info["campaign_sha256"] == runs.sha256(file) for run in table.run)
     assert list(table.name) == ["low-seed0", "low-seed1"] and set(table.arm) == {"low"}
     assert list(table.seed) == [0, 1] and (table.steps == 4).all()
 
@@ -156,23 +158,51 @@ def test_a_run_that_outlived_its_campaign_is_left_alone(file):
 @pytest.mark.parametrize(
     "old, new, says",
     [
-        ("lr: -1.0", "lr: 2e-3", "arm bad: lr='2e-3' is a text"),
-        ("lr: -1.0", "lrr: 1", "did you mean lr"),
+        ("device: cuda", "lr: 2e-3", "arm bad: lr='2e-3' must be a number; write it as 2.0e-3"),
+        ("device: cuda", "lrr: 1", "did you mean lr"),
         ("seeds: [0, 1]", "seeds: [0, 0]", "arm low must list its seeds, each once"),
         ("seeds: [0, 1]", "seeds: 3", "arm low must list its seeds, each once"),
-        ("lr: -1.0", "weights_at: 2", "weights_at=2 is a list; write"),
+        ("seeds: [0, 1]", "seeds: [null]", "arm low must list its seeds, each once"),
+        ("seeds: [0, 1]", "seeds: [[0]]", "arm low must list its seeds, each once"),
+        ("seeds: [0, 1]", "seeds: [0, 0.5]", "arm low must list its seeds, each once"),
+        ("seeds: [0, 1]", "seeds: [true]", "arm low must list its seeds, each once"),
+        ("seeds: [0, 1]", "seeds: [2020-01-01]", "arm low must list its seeds, each once"),
+        ("seeds: [0, 1]", "seeds: [-1]", "arm low: seed=-1 must be from 0"),
+        ("device: cuda", "weights_at: 2", "weights_at=2 must be a list of whole numbers"),
+        ("device: cuda", "tile: 7.5", "arm bad: tile=7.5 must be a whole number or None"),
+        ("steps: STEPS", "steps: [2]", r"steps=\[2\] must be a whole number"),
+        ("bad:", "low:", "not valid YAML: low stands twice, again in line 8"),
+        ("question: q", "question: \xff", "not valid YAML: .* can't decode byte 0xff"),
         ("preset: tiny", "preset: tiny\narm: 1", "unknown key arm"),
-        ("seeds: [0, 1]", "seeds: [zero]", "seed='zero' is a text"),
+        ("seeds: [0, 1]", "seeds: [zero]", "arm low must list its seeds, each once"),
         ("low:", "../low:", "names folders"),
         ("{policy: LOW, seeds: [0, 1]}", "LOW", "must be settings"),
         ("preset: tiny", "preset: [tiny]", "preset must be one of gpt2"),
     ],
 )
 def test_a_campaign_file_is_checked_before_anything_starts(file, old, new, says):
-    file.write_text(CAMPAIGN.replace("STEPS", "4").replace(old, new))
+    file.write_bytes(CAMPAIGN.replace(old, new).replace("STEPS", "4").encode("latin-1"))
     with pytest.raises(UserError, match=says):
         run_campaign(file)
     assert [p.name for p in file.parent.iterdir()] == ["campaign.yaml"]
+
+
+@pytest.mark.parametrize("damage", ["{", "{}", "[]", None])
+def test_a_damaged_recorded_run_is_named(file, damage):
+    (file.parent / "low-seed0").mkdir()
+    if damage:
+        (file.parent / "low-seed0" / "run.json").write_text(damage)
+    with pytest.raises(UserError, match="low-seed0.*run.json"):
+        run_campaign(file)
+    assert not (file.parent / ".logs").exists()
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(file):
+    with pytest.raises(UserError, match="cannot make the folder .*campaign.yaml/.logs: Not a dir"):
+        run_campaign(file, out=file)
+    (file.parent / "low-seed0").touch()
+    with pytest.raises(UserError, match="there is no run folder 'low-seed0'"):
+        run_campaign(file)
 
 
 @pytest.mark.slow

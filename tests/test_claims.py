@@ -162,6 +162,20 @@ def test_a_result_survives_the_notebook_file(registry):
         assert words in data["text/markdown"]
 
 
+@pytest.mark.parametrize(
+    "text, words",
+    [(None, "there are no claims at .*claims.yml"), ("\xff", "claims.yml is not valid YAML"),
+     ("a: [", "claims.yml is not valid YAML"), ("- 3", "must be a list of claims"),
+     ("a: 1", "must be a list of claims")],
+)  # fmt: skip
+def test_a_damaged_claims_file_is_named(tmp_path, text, words):
+    path = tmp_path / "claims.yml"
+    if text:
+        path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=words):
+        claims.load(path)
+
+
 def test_a_fork_needs_no_entry():
     hypothesis = {k: v for k, v in ENTRY.items() if k not in ("id", "notebook", "verdict")}
     result = claims.judge(hypothesis, 1, 8)

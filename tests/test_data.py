@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from lowprec import UserError, corpora, data
@@ -320,6 +321,22 @@ def another_tensor(path):
 
 def wrong_dtype(path):
     save_file({"tokens": np.zeros(3)}, path, {"format": data.SHARD_FORMAT, "n_tokens": "3"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{key: None} for key in sorted(data.HEADER)]
+    + [dict(shard="one"), dict(shards="-4"), dict(n_tokens=""), dict(n_tokens="3.0")],
+    ids=str,
+)
+def test_a_damaged_header_is_named(shards, change):
+    """A field that is missing, or no number where one belongs."""
+    path = shards / "001.safetensors"
+    with safe_open(path, "numpy") as file:
+        header, tokens = file.metadata() | change, file.get_tensor("tokens")
+    save_file({"tokens": tokens}, path, {k: v for k, v in header.items() if v is not None})
+    with pytest.raises(UserError, match="001.safetensors is not a lowprec token shard"):
+        data.load_tokens(shards)
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ def test_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "digits.json").read_text())["config"]["steps"] == 21
     again = subprocess.run([*command, *sizes], capture_output=True, text=True)
-    assert again.returncode == 1 and "never overwritten" in again.stderr
+    assert again.returncode == 2 and "never overwritten" in again.stderr
     assert "Traceback" not in again.stderr
 
 

@@ -223,6 +223,25 @@ def test_an_unknown_profile_or_notebook_is_refused(tmp_path):
         notebook.execute(source, tmp_path / "page.ipynb", "fast")
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "3", "{}", '{"nbformat": 4}', "\xff"])
+def test_a_file_that_is_no_notebook_is_named(tmp_path, text):
+    source = tmp_path / "11_question.ipynb"
+    source.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match="11_question.ipynb is not a notebook"):
+        notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+
+
+def test_a_page_replaces_neither_its_source_nor_a_folder(tmp_path):
+    source = write_notebook(tmp_path / "11_question.ipynb")
+    before = source.read_bytes()
+    for output in (source, tmp_path / "a" / ".." / source.name, tmp_path):
+        with pytest.raises(UserError, match="is not replaced by a page"):
+            notebook.execute(source, output, "smoke")
+    with pytest.raises(UserError, match="cannot make the folder .*11_question.ipynb: "):
+        notebook.execute(source, source / "page.ipynb", "smoke")
+    assert source.read_bytes() == before and os.listdir(tmp_path) == [source.name]
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [

@@ -137,7 +137,7 @@ def test_the_command_writes_one_record_and_never_over_another(tmp_path, monkeypa
     (path,) = (tmp_path / "peers").iterdir()
     assert json.loads(path.read_text()) == small
     assert "flex failed: no" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="never overwritten"):
+    with pytest.raises(UserError, match="never overwritten"):
         peers.main()
 
 

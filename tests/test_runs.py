@@ -1,13 +1,20 @@
 """Run folders, what counts as an explosion, and the manifest."""
 
+import ast
+import contextlib
+import hashlib
 import json
 import re
 import shutil
+import subprocess
 
 import numpy as np
+import pandas as pd
 import pytest
+import yaml
 
 from lowprec import UserError, runs
+from lowprec.recorder import write_table
 from lowprec.runs import excess, find_explosion, load_run, load_runs, window_mean
 
 CALM = 1.0 + 2.0 * np.exp(-np.arange(2000) / 200)
@@ -27,6 +34,13 @@ def test_a_lasting_rise_is_an_explosion():
 def test_a_rise_that_comes_back_is_a_spike():
     assert find_explosion(with_rise(3.0, length=300)) is None
     assert find_explosion(with_rise(3.0, length=600)).confirmed, "back only after the 500 steps"
+
+
+@pytest.mark.parametrize("rest, lasts", [(0.2, False), (0.3, True)])
+def test_it_has_come_back_within_a_quarter_of_a_nat(rest, lasts):
+    loss = with_rise(rest)
+    loss[1200:1260] += 3.0 - rest
+    assert (find_explosion(loss) is not None) == lasts
 
 
 def test_a_small_rise_is_a_divergence():
@@ -83,6 +97,23 @@ def test_load(folder):
     assert list(table.name) == ["low-seed1"] and bool(table.exploded[0])
 
 
+def test_a_campaign_counts_what_is_confirmed(tmp_path):
+    """One run that exploded, one whose rise was seen for 300 steps, one in which nothing rose."""
+    losses = dict(exploded=with_rise(1.0), rising=with_rise(1.0, start=1700), calm=CALM[:1500])
+    for arm, loss in losses.items():
+        (tmp_path / f"{arm}-seed0").mkdir()
+        metrics = pd.DataFrame(dict(step=range(len(loss)), loss=loss, grad_norm=1.0, lr=1e-3))
+        write_table(tmp_path / f"{arm}-seed0" / "metrics.parquet", metrics)
+        config = dict(policy="LOW", seed=0)
+        info = dict(arm=arm, config=config, hardware="CPU", ended="completed", steps=len(loss))
+        (tmp_path / f"{arm}-seed0" / "run.json").write_text(json.dumps(info))
+    table = load_runs(tmp_path).set_index("arm")
+    assert table.exploded.to_dict() == dict(exploded=True, rising=False, calm=False)
+    onset = find_explosion(losses["exploded"]).onset
+    assert table.duration.to_dict() == dict(exploded=onset, rising=onset + 500, calm=1500)
+    assert table.steps.to_dict() == dict(exploded=2000, rising=2000, calm=1500)
+
+
 @pytest.mark.parametrize(
     "damage,words",
     [
@@ -109,13 +140,24 @@ def test_damaged_probes_are_named_when_read(folder):
         load_run(folder).probes  # noqa: B018
 
 
+def test_a_flipped_bit_is_noticed(tmp_path):
+    """Every byte of a recorded table: one changed bit raises or changes no number."""
+    table = pd.DataFrame(dict(step=range(40), loss=np.random.default_rng(0).normal(size=40)))
+    path = tmp_path / "a.parquet"
+    write_table(path, table)
+    content = path.read_bytes()
+    for i in range(len(content)):
+        path.write_bytes(content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :])
+        with contextlib.suppress(UserError):
+            read = runs._read_table(path, ("step", "loss"))
+            pd.testing.assert_frame_equal(read, table, check_exact=True)
+
+
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def shorten(path):
-    import pandas as pd
-
     pd.read_parquet(path).iloc[:-1].to_parquet(path)
 
 
@@ -143,6 +185,101 @@ def test_manifest_names_what_differs(tmp_path):
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="manifest.json"):
         runs.verify(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "[1]", "3", "null"])
+def test_a_manifest_of_another_kind_is_named(tmp_path, text):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match="manifest"):
+        runs.verify(tmp_path)
+
+
+def test_the_commit_says_whether_the_code_had_changed(tmp_path, monkeypatch):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.check_output(["git", *who, *words], cwd=tmp_path, text=True).strip()
+
+    code = tmp_path / "lowprec" / "runs.py"
+    code.parent.mkdir()
+    code.touch()
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "a")
+    monkeypatch.delenv("LOWPREC_COMMIT", raising=False)
+    monkeypatch.setattr(runs, "__file__", str(code))
+    (tmp_path / "README.md").write_text("other")
+    assert runs.git_commit() == git("rev-parse", "HEAD")
+    code.write_text("changed")
+    assert runs.git_commit() == git("rev-parse", "HEAD") + "+changes"
+    monkeypatch.setenv("LOWPREC_COMMIT", "abc")
+    assert runs.git_commit() == "abc"
+
+
+def test_each_runs_commit_has_its_predictions():
+    """The campaign file that the run's commit holds asks for the run: its arm and its seed."""
+    root = runs.repo_root()
+
+    def git(*words, **kwargs):
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, **kwargs).stdout
+
+    if git("rev-parse", "--is-shallow-repository").strip() != b"false":
+        pytest.skip("not a git clone with its history")
+    recorded = {}
+    for path in (root / "data/runs").glob("*/*/run.json"):
+        info = json.loads(path.read_text())
+        name = f"{info['commit']}:data/runs/{path.parts[-3]}/campaign.yaml"
+        recorded.setdefault(name, []).append(info)
+    rest = git("cat-file", "--batch", input="\n".join(recorded).encode())
+    for name, infos in recorded.items():
+        head, _, rest = rest.partition(b"\n")
+        assert head.split()[1] == b"blob", f"there is no {name}"
+        size = int(head.split()[2])
+        content, rest = rest[:size], rest[size + 1 :]
+        arms, digest = yaml.safe_load(content)["arms"], hashlib.sha256(content).hexdigest()
+        for info in infos:
+            where = f"{name} does not ask for {info['name']}"
+            assert info["config"]["seed"] in arms[info["arm"]]["seeds"], where
+            assert info.get("campaign_sha256", digest) == digest, f"{name} changed uncommitted"
+
+
+VARIES = re.compile(
+    r"""\.\.\. | \([^)]*\) | \[[^]]*\] | '[^']*' | [\w.]+=(?:\([^)]*\)|\S+) | (?<![\w`-])\d[\d.,]*
+    | \S*/(?!claims|benchmarks)[\w.]+ | \b[A-Z]+\b | \b(?:python3|mine|pysource|low-seed0|int)\b
+    | campaign\.yaml | some\.txt | lowprec-capture-1 | refuted | supported | a\ number
+    | steps(?=;) | No\ space\ left.*?; | ;""",
+    re.VERBOSE,
+)
+"""What differs from case to case in the messages that book/rerun.md quotes."""
+
+
+def test_the_book_quotes_messages_that_there_are():
+    """Every fragment, of two words and more, of each message in its table of troubles."""
+    root = runs.repo_root()
+    said = [(root / "Makefile").read_text()]
+    for path in (root / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        said += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for path in (*(root / "lowprec").rglob("*.py"), root / "tests" / "conftest.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "\n" for p in node.values)
+                said.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.append(node.value)
+    said = "\n".join(said)
+    table = (root / "book" / "rerun.md").read_text().split("| message | mend |\n")[1]
+    rows = [row[2:].split("` | ")[0] for row in table.split("\n\n")[0].splitlines()[1:]]
+    messages = [m for row in rows for m in re.findall(r"`((?:[^`]|``)+)(?:`(?!`)|$)", row)]
+    assert len(messages) > 40
+    for message in messages:
+        if message.startswith("[IPKernelApp]"):  # of another program
+            continue
+        parts = [part.strip(" ,:.") for part in VARIES.split(message.replace("``", "`"))]
+        parts = [part for part in parts if len(part.split()) > 1]
+        for part in parts:
+            assert part in said, f"{message!r}: nothing says {part!r}; write ... for what varies"
+        assert parts, f"{message!r} has nothing to look for"
 
 
 def test_run_json_holds_no_absolute_path():

@@ -7,23 +7,35 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lowprec import UserError, campaign, recorder, runs
 from lowprec.capture import Capture
 from lowprec.model import GPT, GPTConfig
 from lowprec.probes import spectral_norms
 from lowprec.recorder import Recorder
-from lowprec.train import PRESETS, TrainConfig, deterministic, learning_rate, processes, train
+from lowprec.train import (
+    PRESETS,
+    Group,
+    TrainConfig,
+    deterministic,
+    draw_seed,
+    learning_rate,
+    processes,
+    train,
+)  # fmt: skip
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=4, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu")  # fmt: skip
@@ -106,6 +118,37 @@ def test_a_seed_run_twice_is_equal_and_arms_share_batches_and_weights(tmp_path):
     assert d.metrics.loss[0] != a.metrics.loss[0]
 
 
+@pytest.fixture(scope="module")
+def plain_weights(tmp_path_factory):
+    """The hash of the weights that three steps of `small` leave."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(runs.repo_root())
+        run = train(small(steps=3), tmp_path_factory.mktemp("plain") / "a")
+    return run.info["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, dict(weight_decay=0.1), dict(eps=1e-3), dict(beta1=0.5), dict(beta2=0.5), dict(clip=0.1)],
+    ids=str,
+)
+def test_each_switch_of_the_optimiser_reaches_the_weights(tmp_path, plain_weights, change):
+    run = train(small(steps=3, **change), tmp_path / "a")
+    assert (run.info["weights_sha256"] == plain_weights) == (not change)
+
+
+def test_random_roundings_differ_by_step_micro_batch_and_process():
+    config = small(policy="LOW+o=bf16:stochastic")
+    groups = [Group("cpu", rank, 2) for rank in range(2)]
+    seeds = [
+        draw_seed(config, g, step, i, 3) for g in groups for step in range(4) for i in range(3)
+    ]
+    assert len(set(seeds)) == len(seeds) == 24
+    assert draw_seed(small(policy="LOW"), groups[1], 3, 1, 3) == 0, "torch.compile sees a constant"
+    some = small(policy="LOW", layers={"0/1": "LOW+o=bf16:stochastic"})
+    assert draw_seed(some, groups[1], 3, 1, 3) > 0
+
+
 def test_nothing_recorded_is_overwritten(tmp_path):
     train(small(), tmp_path / "a")
     before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
@@ -113,7 +156,7 @@ def test_nothing_recorded_is_overwritten(tmp_path):
         train(small(), tmp_path / "a")
     assert before == {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
     (tmp_path / ".b.part").mkdir()
-    with pytest.raises(UserError, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished run; remove it"):
         train(small(), tmp_path / "b")
 
 
@@ -128,8 +171,8 @@ def test_a_non_finite_loss_ends_the_run_before_the_weights_are_lost(tmp_path):
 
 
 def test_a_run_that_dies_at_once_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="learning rate"):
-        train(small(lr=-1.0), tmp_path / "a")
+    with pytest.raises(UserError, match="too few for a block"):
+        train(small(block_size=600_000), tmp_path / "a")
     assert not any(tmp_path.iterdir())
 
 
@@ -146,6 +189,8 @@ def test_it_stops_after_an_explosion(tmp_path, monkeypatch):
         (dict(steps=0), "steps=0"),
         (dict(data="data/corpora/nothing"), "nothing"),
         (dict(impl="fast"), "fast"),
+        (dict(device="cudda"), "no device=cudda; take cuda, cpu or auto"),
+        (dict(device="mps"), "no device=mps; take cuda, cpu or auto"),
     ],
 )
 def test_user_errors_before_any_work(tmp_path, changes, word):
@@ -197,7 +242,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     assert len(unfinished.metrics) == 5 and not unfinished.finished
     monkeypatch.undo()
     monkeypatch.chdir(runs.repo_root())
-    with pytest.raises(UserError, match="unfinished"):
+    with pytest.raises(UserError, match="unfinished run; add --resume to go on from"):
         train(config, tmp_path / "b")
     with pytest.raises(UserError, match="another lr"):
         train(dataclasses.replace(config, lr=1.0), tmp_path / "b", resume=True)
@@ -217,6 +262,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     (tmp_path / ".a.part").mkdir()
     (tmp_path / ".a.part" / "checkpoint.pt").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="checkpoint.pt is damaged"):
+        train(small(), tmp_path / "a", resume=True)
+    torch.save(dict(model={}), tmp_path / ".a.part" / "checkpoint.pt")
+    with pytest.raises(UserError, match=r"checkpoint.pt is damaged \(KeyError\)"):
         train(small(), tmp_path / "a", resume=True)
 
 
@@ -273,6 +321,27 @@ def test_a_full_disk_leaves_what_was_written(tmp_path, monkeypatch):
         train(small(), tmp_path / "a")
     assert len(runs.load_run(tmp_path / ".a.part").metrics) == 2
     assert not list((tmp_path / ".a.part").glob("*.tmp"))
+
+
+def test_a_full_disk_leaves_no_half_of_the_weights(tmp_path, monkeypatch):
+    (tmp_path / ".a.part" / ".weights").mkdir(parents=True)
+    (tmp_path / ".a.part" / ".weights" / "step-000002.pt.tmp").symlink_to("/dev/full")
+    part = Recorder.__init__
+
+    def starts(self, config, out, *how):
+        part(self, config, tmp_path / "b", *how)
+        self.part = tmp_path / ".a.part"
+
+    monkeypatch.setattr(Recorder, "__init__", starts)
+    with pytest.raises(UserError, match="cannot write .*step-000002.pt: "):
+        train(small(weights_at=(1, 2)), tmp_path / "a")
+    assert list(files(tmp_path / ".a.part" / ".weights")) == ["step-000001.pt"]
+
+
+@pytest.mark.parametrize("place", ["README.md", "/proc"])
+def test_a_place_without_folders_is_named(place):
+    with pytest.raises(UserError, match=f"cannot make the folder {place}/.x.part: "):
+        train(small(), f"{place}/x")
 
 
 def test_micro_batches_add_up_to_the_batch(tmp_path):
@@ -367,6 +436,53 @@ def test_captures_and_the_window_leave_the_run_alone(tmp_path):
     errors = pd.read_parquet(tmp_path / "b" / "query_error.parquet")
     assert set(errors.step) == {2, 3, 4, 5} and len(errors) == 4 * 2
     assert (errors.error_norm > 0).all() and (errors.error_norm < errors.grad_norm).all()
+
+
+def test_the_window_of_micro_batches_is_that_of_the_batch(tmp_path):
+    """The same error of W_Q's gradient, summed over sequences one by one or all at once."""
+    config = small(policy="LOW", batch_size=4, window=(0, 1), steps=2)
+    train(config, tmp_path / "a")
+    train(dataclasses.replace(config, micro_batch=1), tmp_path / "b")
+    whole, parts = (pd.read_parquet(tmp_path / run / "query_error.parquet") for run in "ab")
+    for name in ("delta_abs", "error_norm", "sum_norm", "grad_norm"):
+        assert list(parts[name]) == pytest.approx(list(whole[name]), rel=0.01), name
+
+
+def test_the_onset_keeps_300_steps_before_and_50_after(monkeypatch):
+    monkeypatch.setattr(runs, "find_explosion", lambda losses: runs.Explosion(700, True))
+    watch = object.__new__(Recorder)
+    watch.metrics, watch.onset, watch.step = [], [], 1000
+    watch.recent = [np.full((1, 2, 3), step) for step in range(200, 1000)]
+    watch._keep_onset()
+    (rows,) = watch.onset
+    assert list(rows[:, 0]) == list(np.repeat(range(400, 750), 2)) == list(rows[:, 3])
+
+
+def test_speed_and_the_share_of_the_peak_rate(monkeypatch):
+    """100 steps of 32 x 1,024 tokens in 8 seconds on two GPUs of 989.4 TFLOP/s."""
+    monkeypatch.setattr(recorder.time, "time", lambda: 1008.0)
+    watch = object.__new__(Recorder)
+    watch.config, watch.group = TrainConfig(), Group("cuda", 0, 2)
+    watch.info, watch.step = dict(hardware="NVIDIA H200"), 150
+    watch.began, watch.timed = (0, 0.0), (50, 1000.0)
+    model = SimpleNamespace(flops_per_token=lambda: 1e9)
+    share = 409_600 * 1e9 / 2 / 989.4e12
+    assert watch.speed(model) == dict(tokens_per_second=409_600, mfu=pytest.approx(share, abs=1e-4))
+    watch.info["hardware"], watch.timed = "CPU", None
+    assert watch.speed(model) == dict(tokens_per_second=round(150 * 32 * 1024 / 1008))
+
+
+def test_flops_are_those_that_pytorch_counts():
+    """All products but attention's, which are two of 2 T C a token, half of them masked, and
+    twice as many in the backward."""
+    model = GPT(GPTConfig(2, 2, 32, 16, vocab_size=64, impl="sdpa"))
+    x, y = torch.randint(0, 64, (2, 3, 16))
+    with FlopCounterMode(display=False) as counter:
+        model(x, y).backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if "mm" in str(op) and "bmm" not in str(op))
+    attention = 2 * (2 * 2 * 16 * 32) / 2 * 3
+    assert model.flops_per_token() == products / (3 * 16) + attention
 
 
 @pytest.fixture
@@ -500,6 +616,47 @@ def test_settings_that_cannot_be(tmp_path, changes, word):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1])
+@pytest.mark.parametrize(
+    "name", ["lr", "lr_end", "beta1", "beta2", "eps", "weight_decay", "clip", "logit_softcap"]
+)
+def test_a_number_that_is_none_is_refused(name, value):
+    if (name, value) != ("clip", math.inf):  # clips nothing
+        with pytest.raises(UserError, match=f"{name}={value} must be "):
+            small(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(clip=0), dict(beta1=1), dict(beta2=2), dict(tile=0), dict(checkpoint_every=-1),
+     dict(capture_every=-1), dict(warmup=-1), dict(stop_after_explosion=-1), dict(seed=-1),
+     dict(seed=2**63), dict(data_seed=-1), dict(lr_steps=0), dict(probe_every=0)],
+    ids=str,
+)  # fmt: skip
+def test_a_number_out_of_its_range_is_refused(changes):
+    ((name, value),) = changes.items()
+    with pytest.raises(UserError, match=f"{name}={value} must be "):
+        small(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [(dict(steps=2.5), "a whole number"), (dict(steps=True), "a whole number"),
+     (dict(steps=[2]), "a whole number"), (dict(lr=None), "a number"),
+     (dict(lr="2e-3"), "a number; write it as 2.0e-3"), (dict(data=None), "a text"),
+     (dict(gate=1), "True or False"), (dict(amp=1), "True or False or a text or None"),
+     (dict(layers="LOW"), "policies by layer"), (dict(layers={"0": 3}), "policies by layer"),
+     (dict(window=[1]), "two steps, as"), (dict(window=["a", "b"]), "two steps, as"),
+     (dict(capture_at=["x"]), "a list of whole numbers"), (dict(tile=7.5), "a whole number or N")],
+    ids=str,
+)  # fmt: skip
+def test_a_setting_of_another_type_is_refused(changes, word):
+    ((name, value),) = changes.items()
+    with pytest.raises(UserError, match=re.escape(f"{name}={value!r} must be {word}")):
+        small(**changes)
+    small(lr=1, layers={0: "LOW"}, window=[1, 2], capture_at=[1], amp=None, tile=8)
+
+
 def test_deterministic_puts_everything_back():
     def state():
         return (
@@ -529,7 +686,7 @@ preset: tiny
 train: {n_layer: 1, n_head: 2, n_embd: 32, block_size: 16, batch_size: 2, steps: 2}
 arms:
   low: {policy: LOW, seeds: [0]}
-  bad: {policy: LOW, lr: -1.0, seeds: [0]}
+  bad: {policy: LOW, lr: 1.0, seeds: [0]}
 """
 
 
@@ -567,7 +724,7 @@ def test_recorded_runs_are_those_that_the_campaign_asks_for(name):
     [
         (CAMPAIGN.replace("predictions: [p]", ""), "predictions"),
         (CAMPAIGN.replace("tiny", "huge"), "preset"),
-        (CAMPAIGN.replace("lr: -1.0", "lrr: 1"), "did you mean lr"),
+        (CAMPAIGN.replace("lr: 1.0", "lrr: 1"), "did you mean lr"),
         (CAMPAIGN.replace("seeds: [0]", "seeds: []"), "list its seeds"),
         (CAMPAIGN.replace("arms:", "arm:"), "arms"),
         ("a: [", "YAML"),

@@ -302,17 +302,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--deadline", type=float, default=math.inf)
     args = parser.parse_args()
-    try:
-        if args.name == "products":
-            return record_products(args.folder, args.device)
-        given = {"path": args.data, "steps": args.steps, "seeds": args.seeds}
-        given = {name: value for name, value in given.items() if value is not None}
-        if args.name == "digits" and args.data:
-            parser.error("digits has its data in data/corpora; leave --data away")
-        task = dataclasses.replace(TASKS[args.name], **given)
-        record(args.folder, args.name, task, device=args.device, deadline=args.deadline)
-    except UserError as error:
-        raise SystemExit(f"lowprec: {error}") from None
+    if args.name == "products":
+        return record_products(args.folder, args.device)
+    given = {"path": args.data, "steps": args.steps, "seeds": args.seeds}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.name == "digits" and args.data:
+        parser.error("digits has its data in data/corpora; leave --data away")
+    task = dataclasses.replace(TASKS[args.name], **given)
+    record(args.folder, args.name, task, device=args.device, deadline=args.deadline)
 
 
 if __name__ == "__main__":

@@ -333,12 +333,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hardware = runs.provenance(device)["hardware"].lower().replace(" ", "-")
     path = folder / f"{datetime.date.today().isoformat()}-{hardware}.json"
-    try:
-        if path.exists():
-            raise UserError(f"{path} exists and is never overwritten; rename it")
-        result = record(device)
-    except UserError as error:
-        raise SystemExit(f"lowprec: {error}") from None
+    if path.exists():
+        raise UserError(f"{path} exists and is never overwritten; rename it")
+    result = record(device)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, separators=(",", ":")) + "\n")
     for name, error in result["failed"].items():
