@@ -41,7 +41,7 @@ def train(argv: list[str]) -> None:
     """Train one model into a new run folder."""
     import tyro
 
-    from lowprec.train import PRESETS
+    from lowprec.config import PRESETS
     from lowprec.train import train as run
 
     presets = tyro.extras.subcommand_type_from_defaults(PRESETS)

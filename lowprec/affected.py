@@ -313,7 +313,7 @@ def _load(path: Path, seed: int):
 
 
 def _checkpoint(path: Path) -> GPT:
-    from lowprec.train import TrainConfig
+    from lowprec.config import TrainConfig
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

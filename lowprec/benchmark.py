@@ -170,9 +170,10 @@ def training_step(policy: str, impl: str = "triton", steps: int = 40, device: st
     Source of the sizes left out: the preset gpt2.
     """
     from lowprec import train
+    from lowprec.config import PRESETS
     from lowprec.model import GPT
 
-    config = dataclasses.replace(train.PRESETS["gpt2"], policy=policy, impl=impl, **sizes)
+    config = dataclasses.replace(PRESETS["gpt2"], policy=policy, impl=impl, **sizes)
     torch.manual_seed(config.seed)
     model = GPT(config.model()).to(device)
     if device == "cuda":

@@ -2,7 +2,7 @@
 
     question: Does ...?
     predictions: [what is expected, and what would refute it]
-    preset: gpt2                      # lowprec.train.PRESETS, then any field of TrainConfig
+    preset: gpt2                      # lowprec.config.PRESETS, then any field of TrainConfig
     train: {lr: 2.0e-3, steps: 6500}
     arms:
       low: {policy: LOW, seeds: [0, 1, 2]}
@@ -90,7 +90,7 @@ class Slurm:
 
 def load_campaign(path: str | Path, **overrides) -> list[Job]:
     """The jobs of a campaign file in seed order; `overrides` win over the file's `train`."""
-    from lowprec.train import PRESETS, TrainConfig
+    from lowprec.config import PRESETS, TrainConfig
 
     path = Path(path)
     spec = _read(path)
@@ -358,7 +358,8 @@ def run_one(spec: str, device: str = "auto") -> None:
 
     Raises `UserError` if another process runs it, or if an unfinished folder has no checkpoint.
     """
-    from lowprec.train import TrainConfig, train
+    from lowprec.config import TrainConfig
+    from lowprec.train import train
 
     job = json.loads(spec)
     if job["config"]["device"] == "auto":

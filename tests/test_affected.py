@@ -8,12 +8,12 @@ import torch
 
 from lowprec import UserError, __main__, affected, runs
 from lowprec.capture import Capture
+from lowprec.config import PRESETS
 from lowprec.formats import BF16, ulp
 from lowprec.model import GPT
 from lowprec.policy import FA2
 from lowprec.reference import oracle
 from lowprec.studies import scores
-from lowprec.train import PRESETS
 
 CAPTURES = runs.data_root() / "captures"
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lowprec import UserError, data
+from lowprec.config import TrainConfig
 from lowprec.model import GPT
 from lowprec.studies import alike
 from lowprec.studies.directions import head_cosines, mean_cosine
-from lowprec.train import TrainConfig, train
+from lowprec.train import train
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=2, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu", policy="LOW",

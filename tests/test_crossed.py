@@ -7,9 +7,10 @@ import torch
 from lowprec import UserError, data
 from lowprec.attention import trace
 from lowprec.capture import observe
+from lowprec.config import TrainConfig
 from lowprec.model import GPT
 from lowprec.studies import crossed
-from lowprec.train import TrainConfig, train
+from lowprec.train import train
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, steps=2, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu",

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from lowprec import data
+from lowprec.config import TrainConfig
 from lowprec.model import GPT, autocast
 from lowprec.studies import overflow
-from lowprec.train import TrainConfig, train
+from lowprec.train import train
 
 FP16 = "ALL_FP32+s=fp16"
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=2, warmup=2,

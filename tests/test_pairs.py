@@ -9,8 +9,9 @@ import torch
 from scipy import stats
 
 from lowprec import UserError, runs
+from lowprec.config import TrainConfig
 from lowprec.studies import pairs
-from lowprec.train import TrainConfig, train
+from lowprec.train import train
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=2, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu",

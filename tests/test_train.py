@@ -23,13 +23,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowprec import UserError, campaign, recorder, runs
 from lowprec.capture import Capture
+from lowprec.config import PRESETS, TrainConfig
 from lowprec.model import GPT, GPTConfig
 from lowprec.probes import spectral_norms
 from lowprec.recorder import Recorder
 from lowprec.train import (
-    PRESETS,
     Group,
-    TrainConfig,
     deterministic,
     draw_seed,
     learning_rate,

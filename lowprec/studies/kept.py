@@ -14,8 +14,9 @@ import pandas as pd
 import torch
 
 from lowprec import UserError, data, recorder, runs
+from lowprec.config import TrainConfig
 from lowprec.model import GPT
-from lowprec.train import TrainConfig, pick_device
+from lowprec.train import pick_device
 
 
 def kept(run: runs.Run) -> dict[int, Path]:
