@@ -236,8 +236,8 @@ def name_runs(runs) -> list[str]:
         f"{campaign}: " + "; ".join(f"{arm} {_ranges(seeds)}" for arm, seeds in found.items())
         for campaign, found in arms.items()
     ]
-    many = f"{sum(counts)} runs of {len(counts)} arms" if len(counts) > 1 else f"{sum(counts)} runs"
-    return [many if sum(counts) > 1 else "1 run", *lines] if lines else []
+    many = f"{sum(counts)} runs" + f" of {len(counts)} arms" * (len(counts) > 1)
+    return [f"Drawn from {many if sum(counts) > 1 else '1 run'}", *lines] if lines else []
 
 
 def _ranges(seeds) -> str:
