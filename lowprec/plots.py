@@ -227,9 +227,11 @@ def name_runs(runs) -> list[str]:
     """How many runs, then a line for each campaign: its arms, their policies and seeds."""
     arms: dict = {}
     for run in runs:
-        own = run.info["config"].get("layers") or {}
-        layers = "".join(f", layer {k} {v}" for k, v in own.items())
-        arm = f"{run.info['arm']} ({run.policy}{layers})"
+        config = run.info["config"]
+        own = [f"{k} {config[k]}" for k in ("impl", "tile") if config.get(k) not in (None, "auto")]
+        for place, policy in (config.get("layers") or {}).items():
+            own.append(f"layer {place.replace('/', ' heads ')} {policy}")
+        arm = f"{run.info['arm']} ({', '.join([str(run.policy), *own])})"
         arms.setdefault(run.path.parent.name, {}).setdefault(arm, set()).add(run.seed)
     counts = [len(seeds) for found in arms.values() for seeds in found.values()]
     lines = [

@@ -81,8 +81,8 @@ def test_a_figure_says_what_it_shows_and_where_it_was_made():
     assert bundle(hardware=["CPU", "CPU"])[0][FIGURE_MIME]["hardware"] is None
 
 
-def run(arm, seed, policy="LOW", campaign="mini", hardware="NVIDIA H200", layers=None):
-    info = dict(arm=arm, config=dict(policy=policy, seed=seed, layers=layers or {}))
+def run(arm, seed, policy="LOW", campaign="mini", hardware="NVIDIA H200", **config):
+    info = dict(arm=arm, config=dict(policy=policy, seed=seed) | config)
     return Run(Path(campaign) / f"{arm}-seed{seed}", info | dict(hardware=hardware))
 
 
@@ -90,11 +90,11 @@ def test_a_figure_names_the_runs_it_is_drawn_from():
     partner = "LOW+delta_from=o_fp32"
     several = [run("low", seed) for seed in (6, 0, 3, 1, 2, 0)]
     several += [run("o_fp32", 4, partner), run("o_fp32", 5, partner, hardware="CPU")]
-    several += [run("one", 0, "FA2", "layers", layers={"1": partner})]
+    several += [run("one", 0, "FA2", "layers", layers={"1/2": partner}, impl="sdpa", tile=None)]
     said = [
         "Drawn from 8 runs of 3 arms",
         f"mini: low (LOW) seeds 0–3, 6; o_fp32 ({partner}) seeds 4, 5",
-        f"layers: one (FA2, layer 1 {partner}) seed 0",
+        f"layers: one (FA2, impl sdpa, layer 1 heads 2 {partner}) seed 0",
     ]
     for runs in (several, iter(several), pd.DataFrame({"run": several}), pd.Series(several)):
         data = bundle(runs=runs)[0]
