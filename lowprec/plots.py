@@ -183,8 +183,9 @@ def save_figure(
     table: the numbers drawn, at most 400 kB as CSV. name: short and unique on its page, a-z, 0-9
     and "-". alt: what the figure shows, for a reader who cannot see it. runs: the recorded runs it
     is drawn from, as `lowprec.runs.Run` or a table with them in column `run`; their number, arms,
-    policies, seeds and hardware are shown. hardware: without runs, the machine that made the data,
-    if it was not computed on this page; or that of each piece, "CPU" for one that was.
+    policies, seeds and hardware are shown. Those of a CPU were made on the page and are not named.
+    hardware: without runs, the machine that made the data, if it was not computed on this page; or
+    that of each piece, "CPU" for one that was.
     """
     from IPython.display import display
 
@@ -208,6 +209,7 @@ def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[di
         )
     alt, caption = minus(alt), minus(caption)
     runs = list(getattr(runs, "run", runs)) if runs is not None else []
+    runs = [run for run in runs if run.hardware != "CPU"]
     if runs:
         hardware = [run.hardware for run in runs]
     if hardware is not None and not isinstance(hardware, str):
@@ -291,7 +293,7 @@ def _html(image: str, csv: bytes, about: dict) -> str:
     link = "data:text/csv;base64," + base64.b64encode(csv).decode()
     runs = ""
     if about["runs"]:
-        count, *lines = map(html.escape, about["runs"])
+        count, *lines = (html.escape(line).replace("+", "<wbr/>+") for line in about["runs"])
         style = "font-size:0.8rem;overflow-wrap:anywhere"
         runs = f"""
 <details class="lowprec-runs" style="{style}"><summary>{count}</summary>

@@ -92,8 +92,8 @@ def test_a_figure_names_the_runs_it_is_drawn_from():
     several += [run("o_fp32", 4, partner), run("o_fp32", 5, partner, hardware="CPU")]
     several += [run("one", 0, "FA2", "layers", layers={"1/2": partner}, impl="sdpa", tile=None)]
     said = [
-        "Drawn from 8 runs of 3 arms",
-        f"mini: low (LOW) seeds 0–3, 6; o_fp32 ({partner}) seeds 4, 5",
+        "Drawn from 7 runs of 3 arms",
+        f"mini: low (LOW) seeds 0–3, 6; o_fp32 ({partner}) seed 4",
         f"layers: one (FA2, impl sdpa, layer 1 heads 2 {partner}) seed 0",
     ]
     for runs in (several, iter(several), pd.DataFrame({"run": several}), pd.Series(several)):
@@ -103,10 +103,12 @@ def test_a_figure_names_the_runs_it_is_drawn_from():
     caption = ET.fromstring(re.search("<figcaption>.*</figcaption>", data["text/html"], re.S)[0])
     assert caption.find("details/summary").text == said[0]
     assert "".join(caption.find("details").itertext()) == said[0] + "\n" + "".join(said[1:])
+    assert bundle(runs=[several[3], several[4]])[0][FIGURE_MIME]["runs"][1].endswith("seeds 1, 2")
     assert bundle(runs=several[:3])[0][FIGURE_MIME]["runs"][0] == "Drawn from 3 runs"
     alone = ["Drawn from 1 run", "mini: low (LOW) seed 6"]
     assert bundle(runs=several[:1])[0][FIGURE_MIME]["runs"] == alone
-    nothing = bundle(runs=[])[0]
+    assert bundle(runs=[])[0][FIGURE_MIME]["runs"] == []
+    nothing = bundle(runs=several[-2:-1])[0]
     assert nothing[FIGURE_MIME]["runs"] == [] and "details" not in nothing["text/html"]
     assert "computed on this page" in nothing["text/html"]
 
