@@ -2,7 +2,8 @@
 
 `save_figure` shows a figure as an inline SVG whose ink is the page's text colour, so that it reads
 on a white and on a dark background, with its caption, its alternative text, a badge that says
-whether it was computed here or recorded on a GPU, and its table as a CSV download.
+whether it was computed here or recorded on a GPU, its table as a CSV download, and the runs that it
+was drawn from.
 """
 
 from __future__ import annotations
@@ -174,22 +175,26 @@ def show_table(frame: pd.DataFrame, **formats):
     return styler.set_table_attributes('class="dataframe"')
 
 
-def save_figure(fig, table: pd.DataFrame, name: str, alt: str, caption: str, hardware=None) -> None:
+def save_figure(
+    fig, table: pd.DataFrame, name: str, alt: str, caption: str, hardware=None, runs=None
+) -> None:
     """Show a figure on its page with caption, badge and data, and close it.
 
     table: the numbers drawn, at most 400 kB as CSV. name: short and unique on its page, a-z, 0-9
-    and "-". alt: what the figure shows, for a reader who cannot see it. hardware: the machine that
-    made the data, if it was not computed on this page; or that of each run, "CPU" for a run that
-    was.
+    and "-". alt: what the figure shows, for a reader who cannot see it. runs: the recorded runs it
+    is drawn from, as `lowprec.runs.Run` or a table with them in column `run`; their number, arms,
+    policies, seeds and hardware are shown. Those of a CPU were made on the page and are not named.
+    hardware: without runs, the machine that made the data, if it was not computed on this page; or
+    that of each piece, "CPU" for one that was.
     """
     from IPython.display import display
 
-    data, metadata = bundle(fig, table, name, alt, caption, hardware)
+    data, metadata = bundle(fig, table, name, alt, caption, hardware, runs)
     plt.close(fig)
     display(data, metadata=metadata, raw=True)
 
 
-def bundle(fig, table, name, alt, caption, hardware=None) -> tuple[dict, dict]:
+def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[dict, dict]:
     """The output of `save_figure` as (data by MIME type, metadata)."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise UserError(f"figure name {name!r} must be made of a-z, 0-9 and single hyphens")
@@ -203,10 +208,14 @@ def bundle(fig, table, name, alt, caption, hardware=None) -> tuple[dict, dict]:
             f"keep every n-th row, or only the columns that are drawn"
         )
     alt, caption = minus(alt), minus(caption)
+    runs = list(getattr(runs, "run", runs)) if runs is not None else []
+    runs = [run for run in runs if run.hardware != "CPU"]
+    if runs:
+        hardware = [run.hardware for run in runs]
     if hardware is not None and not isinstance(hardware, str):
         hardware = " and ".join(sorted(set(hardware) - {"CPU"})) or None
     about = {"name": name, "id": f"figure-{name}", "alt": alt, "caption": caption,
-             "hardware": hardware}  # fmt: skip
+             "hardware": hardware, "runs": name_runs(runs)}  # fmt: skip
     data = {
         "text/plain": f"Figure {name}: {alt}",
         "text/html": _html(svg(fig, name, alt), csv, about),
@@ -214,6 +223,37 @@ def bundle(fig, table, name, alt, caption, hardware=None) -> tuple[dict, dict]:
         FIGURE_MIME: about,
     }
     return data, {"image/png": {"alt": alt}}
+
+
+def name_runs(runs) -> list[str]:
+    """How many runs, then a line for each campaign: its arms, their policies and seeds."""
+    arms: dict = {}
+    for run in runs:
+        config = run.info["config"]
+        own = [f"{k} {config[k]}" for k in ("impl", "tile") if config.get(k) not in (None, "auto")]
+        for place, policy in (config.get("layers") or {}).items():
+            own.append(f"layer {place.replace('/', ' heads ')} {policy}")
+        arm = f"{run.info['arm']} ({', '.join([str(run.policy), *own])})"
+        arms.setdefault(run.path.parent.name, {}).setdefault(arm, set()).add(run.seed)
+    counts = [len(seeds) for found in arms.values() for seeds in found.values()]
+    lines = [
+        f"{campaign}: " + "; ".join(f"{arm} {_ranges(seeds)}" for arm, seeds in found.items())
+        for campaign, found in arms.items()
+    ]
+    many = f"{sum(counts)} runs" + f" of {len(counts)} arms" * (len(counts) > 1)
+    return [f"Drawn from {many if sum(counts) > 1 else '1 run'}", *lines] if lines else []
+
+
+def _ranges(seeds) -> str:
+    """Whole numbers in words: seeds 0–3, 6."""
+    ends: list = []
+    for seed in sorted(seeds):
+        if ends and seed == ends[-1][1] + 1:
+            ends[-1][1] = seed
+        else:
+            ends.append([seed, seed])
+    parts = [f"{a}" if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in ends]
+    return ("seeds " if len(seeds) > 1 else "seed ") + ", ".join(parts)
 
 
 def svg(fig, name: str, alt: str) -> str:
@@ -251,11 +291,19 @@ def png(fig, alt: str) -> bytes:
 def _html(image: str, csv: bytes, about: dict) -> str:
     badge = f"recorded on {about['hardware']}" if about["hardware"] else "computed on this page"
     link = "data:text/csv;base64," + base64.b64encode(csv).decode()
+    runs = ""
+    if about["runs"]:
+        count, *lines = (html.escape(line).replace("+", "<wbr/>+") for line in about["runs"])
+        style = "font-size:0.8rem;overflow-wrap:anywhere"
+        runs = f"""
+<details class="lowprec-runs" style="{style}"><summary>{count}</summary>
+{"<br/>".join(lines)}</details>"""
     return f"""<figure class="lowprec-figure" id="{about["id"]}" style="margin:1em 0">
 <div class="lowprec-scroll" style="overflow-x:auto" tabindex="0">
 {image}
 </div>
 <figcaption>{html.escape(about["caption"])}
 <span class="lowprec-badge">{html.escape(badge)}</span>
-<a class="lowprec-data" download="{about["name"]}.csv" href="{link}">data (CSV)</a></figcaption>
+<a class="lowprec-data" download="{about["name"]}.csv" href="{link}">data (CSV)</a>{runs}
+</figcaption>
 </figure>"""

@@ -1,5 +1,7 @@
 """Rounded sums of tied terms: against exact enumeration, and the example worked in the paper."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,11 +13,13 @@ from lowprec.studies.additions import (
     as_table,
     bias,
     check_format,
+    choose_pair,
     output_errors,
     residual,
     sum_error,
     sum_fp32,
     tensor_core_sum,
+    tied_pairs,
     tied_sum_bias,
     tied_values,
 )
@@ -160,3 +164,24 @@ def test_the_bias_of_tensor_cores_is_far_below_an_ulp():
         assert 1e-4 < toward_zero.mean() < 2e-3
         assert toward_zero.min() >= 0
         assert (toward_zero * ulp(exact, BF16) < 1024 * 2.0**-23 * exact.abs()).all()
+
+
+def test_a_captured_pair_is_chosen_by_residual_then_by_error():
+    """Row 0 has one key, rows 1 to 3 two ties; feature 1 of row 1 has values of both signs."""
+    inf = float("-inf")
+    s = torch.tensor([[4, inf, inf, inf], [4, 4, inf, inf], [4, 4, 1, inf], [4, 4, 1, 0]])
+    p = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0.001, 0], [1, 1, 0.5, 0.25]])
+    v = -torch.tensor([[2.40625, 1], [2.296875, -1], [2, 1], [3, 1]])
+    t = SimpleNamespace(s=s[None, None], p=p[None, None], o_acc=round_to(p @ v, BF16)[None, None])
+    pairs = tied_pairs(t, v[None, None])
+    assert pairs[["row", "feature"]].values.tolist() == [[1, 0], [2, 0], [3, 0]]
+    assert pairs.key_1.eq(0).all() and pairs.key_2.eq(1).all()
+    assert pairs.residual.tolist() == pytest.approx([0, -0.064, -56], rel=1e-3)
+    assert pairs.error.tolist() == pytest.approx([0.5, -0.436, 0.5], abs=1e-3)
+    assert choose_pair(pairs).row == 2 == choose_pair(pairs, feature=0).row  # along its residual
+    assert choose_pair(pairs[1:], small=0.01).row == 2
+    assert choose_pair(pairs, row=3).row == 3
+    with pytest.raises(UserError, match=r"row=0 has no two tied .* choose one of 1, 2, 3, or -1"):
+        choose_pair(pairs, row=0)
+    with pytest.raises(UserError, match="feature=1 has no two tied .* choose one of 0, or -1"):
+        choose_pair(pairs, row=2, feature=1)

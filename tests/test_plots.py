@@ -5,6 +5,7 @@ import io
 import itertools
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib
@@ -20,6 +21,7 @@ import pytest
 from lowprec import UserError, plots, survival
 from lowprec.notebook import FIGURE_MIME
 from lowprec.policy import FA2, LOW
+from lowprec.runs import Run
 
 LONG = pd.DataFrame({"step": range(60_000), "loss": 0.125})
 TABLE = pd.DataFrame({"step": [0, 1, 2], "loss": [10.5, 4.25, 1.0625]})
@@ -77,6 +79,38 @@ def test_a_figure_says_what_it_shows_and_where_it_was_made():
     assert several[FIGURE_MIME]["hardware"] == "H100 and H200"
     assert several[FIGURE_MIME]["alt"] == "Down to −3."
     assert bundle(hardware=["CPU", "CPU"])[0][FIGURE_MIME]["hardware"] is None
+
+
+def run(arm, seed, policy="LOW", campaign="mini", hardware="NVIDIA H200", **config):
+    info = dict(arm=arm, config=dict(policy=policy, seed=seed) | config)
+    return Run(Path(campaign) / f"{arm}-seed{seed}", info | dict(hardware=hardware))
+
+
+def test_a_figure_names_the_runs_it_is_drawn_from():
+    partner = "LOW+delta_from=o_fp32"
+    several = [run("low", seed) for seed in (6, 0, 3, 1, 2, 0)]
+    several += [run("o_fp32", 4, partner), run("o_fp32", 5, partner, hardware="CPU")]
+    several += [run("one", 0, "FA2", "layers", layers={"1/2": partner}, impl="sdpa", tile=None)]
+    said = [
+        "Drawn from 7 runs of 3 arms",
+        f"mini: low (LOW) seeds 0–3, 6; o_fp32 ({partner}) seed 4",
+        f"layers: one (FA2, impl sdpa, layer 1 heads 2 {partner}) seed 0",
+    ]
+    for runs in (several, iter(several), pd.DataFrame({"run": several}), pd.Series(several)):
+        data = bundle(runs=runs)[0]
+        assert data[FIGURE_MIME]["runs"] == said
+        assert data[FIGURE_MIME]["hardware"] == "NVIDIA H200"
+    caption = ET.fromstring(re.search("<figcaption>.*</figcaption>", data["text/html"], re.S)[0])
+    assert caption.find("details/summary").text == said[0]
+    assert "".join(caption.find("details").itertext()) == said[0] + "\n" + "".join(said[1:])
+    assert bundle(runs=[several[3], several[4]])[0][FIGURE_MIME]["runs"][1].endswith("seeds 1, 2")
+    assert bundle(runs=several[:3])[0][FIGURE_MIME]["runs"][0] == "Drawn from 3 runs"
+    alone = ["Drawn from 1 run", "mini: low (LOW) seed 6"]
+    assert bundle(runs=several[:1])[0][FIGURE_MIME]["runs"] == alone
+    assert bundle(runs=[])[0][FIGURE_MIME]["runs"] == []
+    nothing = bundle(runs=several[-2:-1])[0]
+    assert nothing[FIGURE_MIME]["runs"] == [] and "details" not in nothing["text/html"]
+    assert "computed on this page" in nothing["text/html"]
 
 
 def test_the_data_of_a_figure_come_with_it():

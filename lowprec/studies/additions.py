@@ -12,13 +12,14 @@ argument: Qiu & Yao 2025, section 3.3.2 and Eq. 4; the measurements are this boo
 import math
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 
 from lowprec import UserError
-from lowprec.formats import Format, round_to, ulp
+from lowprec.formats import BF16, Format, round_to, ulp
 
 RESIDUALS = ("none", "negative", "positive", "symmetric")
 
@@ -175,6 +176,55 @@ def output_errors(fmt, k, rest, weight, samples, generator):
     }
     errors = {name: (value.double() - exact) / ulp(exact, fmt) for name, value in rounded.items()}
     return {"numerator": sum_error(terms, fmt), **errors}
+
+
+def tied_pairs(t, v):
+    """Where one head's rows have exactly two tied maxima with V of one sign, a row a place.
+
+    t: trace of the head under a policy that rounds its scores and the numerator to BF16; v: its
+    V. Columns: row, feature, the tied keys, their values of V, the exact sum and the rounded one,
+    the residual and the error of the rounding in ulp at the sum.
+    """
+    s, p, kept = (x[0, 0].double() for x in (t.s, t.p, t.o_acc))
+    v = v[0, 0].double()
+    tied = s == s.amax(-1, keepdim=True)
+    rows = (tied.sum(-1) == 2).nonzero()[:, 0]
+    keys = tied[rows].nonzero()[:, 1].view(-1, 2)
+    pair = v[keys]
+    at, feature = (pair.prod(1) > 0).nonzero().T
+    row, (first, second) = rows[at], pair[at, :, feature].T
+    exact, rounded = (p[rows] @ v)[at, feature], kept[row, feature]
+    unit = ulp(exact, BF16)
+    columns = dict(row=row, feature=feature, key_1=keys[at, 0], key_2=keys[at, 1])
+    columns |= dict(v_1=first, v_2=second, total=exact, rounded=rounded)
+    columns |= dict(residual=(exact - first - second) / unit, error=(rounded - exact) / unit)
+    return pd.DataFrame({name: x.numpy() for name, x in columns.items()})
+
+
+def choose_pair(pairs, row=-1, feature=-1, small=0.25):
+    """One place of `tied_pairs`: of those with a residual below `small` ulp and above 2^-16, an ulp
+    of the FP32 sum, the largest error along the residual; without any, the smallest residual.
+
+    row, feature: choose among the places of that row, of that feature; -1 for all.
+    """
+    for name, value in (("row", row), ("feature", feature)):
+        if value == -1:
+            continue
+        found = pairs[name].unique()
+        pairs = pairs[pairs[name] == value]
+        if pairs.empty:
+            choices = ", ".join(map(str, sorted(found)[:12])) or "none"
+            choices += f" and {len(found) - 12} others" * (len(found) > 12)
+            raise UserError(
+                f"{name}={value} has no two tied values of one sign here: choose one of {choices}, "
+                "or -1"
+            )
+    if pairs.empty:
+        raise UserError("no row has exactly two tied values of one sign: take another capture")
+    near = pairs[pairs.residual.abs().between(2**-16, small, inclusive="neither")]
+    if near.empty:
+        return pairs.loc[pairs.residual.abs().idxmin()]
+    return pairs.loc[(near.error * np.sign(near.residual)).idxmax()]
 
 
 def draw_bits(ax, x, y, bits, colour, digits=True):
