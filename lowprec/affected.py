@@ -313,14 +313,21 @@ def _load(path: Path, seed: int):
 
 
 def _checkpoint(path: Path) -> GPT:
+    """From a checkpoint, or from weights that a run kept in its .weights."""
     from lowprec.config import TrainConfig
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        model = GPT(TrainConfig(**json.loads(state["config"])).model())
-        model.load_state_dict(state["model"])
+        if "config" in state:
+            config, state = json.loads(state["config"]), state["model"]
+        else:
+            config = json.loads((path.parent.parent / "run.json").read_text())["config"]
+        model = GPT(TrainConfig(**config).model())
+        model.load_state_dict(state)
     except Exception as error:  # a damaged archive raises many types
-        raise UserError(f"{path} is no checkpoint of a run ({type(error).__name__})") from None
+        raise UserError(
+            f"{path} holds no checkpoint or weights of a run ({type(error).__name__})"
+        ) from None
     return model
 
 

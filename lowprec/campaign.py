@@ -163,7 +163,7 @@ def run_campaign(
     """Start what is missing, one process a GPU or one Slurm job a run; {run name: how it went}.
 
     gpus: runs side by side; by default as many as there are GPUs, and no limit on a cluster.
-    out: folder for the runs instead of the YAML's own; logs go to OUT/.logs.
+    out: folder for the runs instead of the YAML's own, and for a copy of it; logs go to OUT/.logs.
     only: names of runs, ARM-seedN with * for anything; the others are left alone.
     Raises `UserError` before anything starts if the tokens, the GPUs or Slurm are not there.
     Interrupted, it stops the runs of this machine; Slurm jobs go on, and the next call finds them.
@@ -185,10 +185,11 @@ def run_campaign(
     if gpus is not None and gpus < 1:
         raise UserError(f"gpus={gpus} must be at least 1")
     result = {job.name: "recorded before" + _otherwise(job) for job in jobs}
-    if not missing:
-        return result
-    where = Local(missing, gpus) if slurm is None else Cluster(missing, gpus, slurm)
-    return result | _watch(missing, where)
+    if missing:
+        where = Local(missing, gpus) if slurm is None else Cluster(missing, gpus, slurm)
+    if out is not None and not (Path(out) / "campaign.yaml").exists():
+        (Path(out) / "campaign.yaml").write_bytes(Path(path).read_bytes())
+    return result | (_watch(missing, where) if missing else {})
 
 
 def _otherwise(job: Job) -> str:

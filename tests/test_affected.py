@@ -176,13 +176,17 @@ def test_a_checkpoint_is_read_under_its_own_policy(tmp_path):
     other = affected.probe(tmp_path / "checkpoint.pt", policy="FA2", length=64)
     assert len(table) == 4 and (table.share > other.share).all()
     assert table.equals(affected.probe(model, length=64))
+    (tmp_path / ".weights").mkdir()
+    torch.save(model.state_dict(), tmp_path / ".weights" / "step-000100.pt")
+    (tmp_path / "run.json").write_text(json.dumps(dict(config=dataclasses.asdict(config))))
+    assert table.equals(affected.probe(tmp_path / ".weights" / "step-000100.pt", length=64))
 
 
 @pytest.mark.parametrize(
     "name,words",
     [
         ("nothing", "there is no"),
-        ("a.pt", "no checkpoint"),
+        ("a.pt", "holds no checkpoint or weights of a run"),
         ("config.json", "cannot read"),
         ("", "has no weights"),
     ],

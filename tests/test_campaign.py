@@ -15,6 +15,7 @@ import torch
 from lowprec import UserError, campaign, progress, runs, train
 from lowprec.__main__ import main
 from lowprec.campaign import Slurm, run_campaign
+from lowprec.survival import load_arms
 
 CAMPAIGN = """
 question: q
@@ -69,8 +70,9 @@ def check_summary(out, result, again):
             assert again[name].startswith(f"failed ({why}), see ")
             assert why in open(how.rpartition("see ")[2]).read()
     table = runs.load_runs(out)
-    (file,) = {*out.glob("*.yaml"), *out.parent.glob("*.yaml")}
-    assert all(run.info["campaign_sha256"] == runs.sha256(file) for run in table.run)
+    digest = runs.sha256(out / "campaign.yaml")
+    assert all(run.info["campaign_sha256"] == digest for run in table.run)
+    assert load_arms(out)["low"].n == 2
     assert list(table.name) == ["low-seed0", "low-seed1"] and set(table.arm) == {"low"}
     assert list(table.seed) == [0, 1] and (table.steps == 4).all()
 
