@@ -298,7 +298,7 @@ def _merge_streams(outputs: list) -> list:
 
 
 def _scrub(output) -> None:
-    """Take this machine's paths out of an output's text."""
+    """Take this machine's paths out of an output's text, and hyphens for minus out of a table."""
     places = {Path.cwd(), Path(sys.prefix), Path.home()}
     longest_first = sorted((str(p) for p in places), key=len, reverse=True)
 
@@ -312,6 +312,8 @@ def _scrub(output) -> None:
     for mime, value in output.get("data", {}).items():
         if mime.startswith("text/") and isinstance(value, str):
             output.data[mime] = clean(value)
+    if 'class="dataframe"' in (table := output.get("data", {}).get("text/html", "")):
+        output.data["text/html"] = re.sub(r">-(?=[\d.])", ">−", table)
 
 
 def _collect(outputs: list, mime: str) -> list[dict]:

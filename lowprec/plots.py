@@ -166,7 +166,8 @@ def luminance(rgb) -> float:
 
 
 def show_table(frame: pd.DataFrame, **formats):
-    """A table of results for the page, without its index; formats: column to format string.
+    """A table of results for the page, without its index; formats: column to format string or
+    function. A page shows its negative numbers with a minus sign (`lowprec.notebook.as_page`).
 
     Columns whose names are not identifiers go in as `**{"gradient norm": "{:.2f}"}`.
     """

@@ -197,6 +197,14 @@ def test_the_figure_tagged_lead_is_shown_first_too():
     nbformat.validate(page)
 
 
+def test_a_table_shows_minus_signs():
+    html = '<table class="dataframe"><td>-0.5</td><td>fa2-seed1</td><td>a -1</td></table>'
+    cell = new_code_cell("t", outputs=[new_output("display_data", data={"text/html": html})])
+    page = notebook.as_page(new_notebook(cells=[new_markdown_cell("# A"), cell]), "11", "smoke", 1)
+    shown = page.cells[-1].outputs[0].data["text/html"]
+    assert shown == html.replace("-0.5", "−0.5")
+
+
 def test_two_figures_of_one_name_are_refused(tmp_path):
     figure = FIGURE.format("loss", None)
     source = write_notebook(tmp_path / "11_question.ipynb", figure, figure)
