@@ -46,9 +46,10 @@ class Claim:
     """One entry of claims.yml.
 
     source: BibTeX key of who says it, None for this book. tests: the statement of the source that
-    it tests, an id of book/statements.yml. n: observations a verdict needs, in claims.yml a number
-    or a number with its unit, "8 runs". profile: the profiles that can measure it. threats: why to
-    doubt it, words of book/threats.md. verdict: the recorded one.
+    it tests, an id of book/statements.yml. gloss: what a reader of that statement should know of
+    the verdict. n: observations a verdict needs, in claims.yml a number or a number with its unit,
+    "8 runs". profile: the profiles that can measure it. threats: why to doubt it, words of
+    book/threats.md. verdict: the recorded one.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Claim:
     notebook: str
     source: str | None = None
     tests: str | None = None
+    gloss: str = ""
     n: int = 1
     unit: str = ""
     profile: tuple[str, ...] = ("recorded",)

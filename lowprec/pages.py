@@ -130,7 +130,8 @@ def of_paper(registry: dict[str, Claim], said: list[dict], results: dict | None 
                     if n
                     else ""
                 )
-            lines.append(f"- {in_words(claim, results)}: {claim.sentence}{more}")
+            gloss = f" *{claim.gloss}*" if claim.gloss else ""
+            lines.append(f"- {in_words(claim, results)}: {claim.sentence}{more}{gloss}")
         lines.append("" if tests[statement["id"]] else "- not tested here\n")
     return "\n".join(lines)
 

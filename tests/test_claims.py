@@ -18,8 +18,9 @@ from lowprec.notebook import CLAIM_MIME, as_page
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = dict(
     id="bias", sentence="The bias is negative.", source="qiu2025", tests="biased",
-    notebook="36_bias", metric="mean error in ulp", operator="<", threshold=0.0, n="8 sums",
-    profile=["recorded", "gpu"], refuted_if="the mean error is 0 or positive", verdict="supported",
+    gloss="Take care.", notebook="36_bias", metric="mean error in ulp", operator="<",
+    threshold=0.0, n="8 sums", profile=["recorded", "gpu"],
+    refuted_if="the mean error is 0 or positive", verdict="supported",
 )  # fmt: skip
 
 
@@ -224,7 +225,8 @@ def test_pages_say_what_was_measured(repository):
     assert paper[-3:] == [
         "**It is biased.** §1.",
         "",
-        f"- {linked}: The bias is negative. (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}9 sums)",
+        f"- {linked}: The bias is negative. (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}9 sums) "
+        "*Take care.*",
     ]
     row = f"| {linked} | The bias is negative. | −0.25 | 9 sums | {{cite:t}}`qiu2025` |  |"
     assert every[0] == "## Bias" and every[-1] == row
@@ -236,7 +238,10 @@ def test_pages_say_what_was_measured(repository):
     assert (downloads / "source.ipynb").read_text() == "source"
     assert (downloads / "executed.ipynb").is_file()
     readme = (repository / "README.md").read_text()
-    assert "- **supported**: The bias is negative. ([36](notebooks/36_bias.ipynb))" in readme
+    assert (
+        "- **supported**: The bias is negative. ([36](notebooks/36_bias.ipynb)) *Take care.*"
+        in readme
+    )
     counts = "All 1 claims: 1 with a rule from before the measurement (1 supported), 0 exploratory"
     for text in (readme, (book / "_generated" / "claims_counts.md").read_text()):
         assert counts in text
@@ -258,7 +263,7 @@ def test_a_claim_of_a_later_notebook_waits(repository):
     (repository / "notebooks" / "36_bias.ipynb").unlink()
     pages.write(repository)
     table = (repository / "book" / "_generated" / "claims_paper.md").read_text()
-    assert table.endswith("- **supported**: The bias is negative.\n")
+    assert table.endswith("- **supported**: The bias is negative. *Take care.*\n")
 
 
 def test_an_exploratory_claim_says_so(repository):
