@@ -277,11 +277,13 @@ def _show_lead(nb) -> None:
         text, line, rest = nb.cells[0].source.partition("\n| | |\n")
         lead = new_code_cell(
             f"# The figure {about['name']}, from below.",
+            id="first-figure",
             metadata={"tags": ["remove-input"]},
             outputs=[new_output("display_data", data=data, metadata=metadata)],
         )
         nb.cells[0].source = text.rstrip()
-        nb.cells[1:1] = [lead, new_markdown_cell(line.lstrip() + rest)] if line else [lead]
+        header = new_markdown_cell(line.lstrip() + rest, id="header")
+        nb.cells[1:1] = [lead, header] if line else [lead]
         return
 
 
