@@ -14,6 +14,7 @@ from scipy import stats
 from lowprec import agreement, claims, runs
 from lowprec.attention import trace
 from lowprec.capture import Capture
+from lowprec.policy import PrecisionPolicy
 from lowprec.reference import oracle
 from lowprec.studies import rivals
 from lowprec.studies.crossed import WAYS
@@ -705,6 +706,24 @@ def test_p_dp_is_no_repair_where_p_does_not_sum_to_one(recorded):
     assert [run.seed for run in of] == [0, 1, 2, 3], f"{MEND}, and pages 23, 42 and 44"
 
 
+def test_page_23_which_single_roundings_are_enough(recorded, captures):
+    said = "the first screen of page 23 says otherwise"
+    early, calm = chosen(recorded, "sites", "only_l"), chosen(recorded, "sites", "only_p")
+    assert [run.seed for run in early] == [0, 1], said
+    assert all(run.explosion.confirmed and run.explosion.onset < 1200 for run in early), said
+    assert [run.explosion for run in calm] == [None] * 4, said
+    assert all(take_offs(run, lag=200, every=200).empty for run in calm), "so does page 44"
+    for name in (name for name in captures if "healthy" in name):
+        q, k, v, do = (captures[name].tensors[x] for x in ("q", "k", "v", "do"))
+        off = {}
+        for site in "op":
+            policy = PrecisionPolicy.parse(f"ALL_FP32+{site}=bf16")
+            t = trace(q, k, v, do, policy, scale=captures[name].scale, impl="emulate")
+            ds = (t.s - t.lse[..., None]).exp() * (t.dp - t.delta[..., None])
+            off[site] = ds.sum(-1, dtype=torch.float64).norm()
+        assert off["p"] < off["o"] / 2, f"{name}: {said}"
+
+
 def test_fp16_has_few_tied_maxima(recorded):
     for run in chosen(recorded, "rivals", "fp16"):
         total = sums(run, 1399, 1599).loc[1].sum()
@@ -902,6 +921,8 @@ def test_what_the_first_page_counts(recorded):
 
     assert exploded("production", "fa2_o_fp32") == (0, 8) and exploded("mini", "fa2") == (8, 8)
     assert exploded("sites", "only_o") == (4, 4) and "four of four explode" in intro
+    assert exploded("sites", "only_l") == (2, 2) and "enough, too (two seeds so far)" in intro
+    assert exploded("sites", "only_p") == (0, 4) and "alone are not (four)" in intro
     assert exploded("drift", "bias-1x") == (4, 4) and "explodes four runs of four" in intro
     assert exploded("drift", "bias-eighth") == (1, 4) and "most of them, one of four" in intro
     assert REGISTRY["heads-sum-alone"].verdict == "refuted" and "in three runs of six" in intro
