@@ -713,7 +713,7 @@ def test_page_23_which_single_roundings_are_enough(recorded, captures):
     assert all(run.explosion.confirmed and run.explosion.onset < 1200 for run in early), said
     assert [run.explosion for run in calm] == [None] * 4, said
     assert all(take_offs(run, lag=200, every=200).empty for run in calm), "so does page 44"
-    for name in (name for name in captures if "healthy" in name):
+    for name in captures:
         q, k, v, do = (captures[name].tensors[x] for x in ("q", "k", "v", "do"))
         off = {}
         for site in "op":
@@ -721,7 +721,7 @@ def test_page_23_which_single_roundings_are_enough(recorded, captures):
             t = trace(q, k, v, do, policy, scale=captures[name].scale, impl="emulate")
             ds = (t.s - t.lse[..., None]).exp() * (t.dp - t.delta[..., None])
             off[site] = ds.sum(-1, dtype=torch.float64).norm()
-        assert off["p"] < off["o"] / 2, f"{name}: {said}"
+        assert off["p"] < off["o"], f"{name}: {said}"
 
 
 def test_fp16_has_few_tied_maxima(recorded):
@@ -744,7 +744,7 @@ def test_predictions_by_campaign():
         sites="ran tile delta heads-sum-alone", crossed="rivals-crossed",
         outside="rivals-outside",
     )  # fmt: skip
-    few = dict(layers=3, fp16=4, sites=12)  # two of five are others; some are several claims
+    few = dict(layers=3, fp16=4, sites=11)  # two of five are others; some are several claims
     rows = re.findall(r"^  \| `(\w+)`[^|]*\| ([^|]+) \|([^|]*)\|$", THREATS, re.MULTILINE)
     assert [name for name, *_ in rows] == list(of)
     every = []
@@ -921,8 +921,8 @@ def test_what_the_first_page_counts(recorded):
 
     assert exploded("production", "fa2_o_fp32") == (0, 8) and exploded("mini", "fa2") == (8, 8)
     assert exploded("sites", "only_o") == (4, 4) and "four of four explode" in intro
-    assert exploded("sites", "only_l") == (2, 2) and "enough, too (two seeds so far)" in intro
-    assert exploded("sites", "only_p") == (0, 4) and "alone are not (four)" in intro
+    assert exploded("sites", "only_l") == (2, 2) and "both runs so far explode" in intro
+    assert exploded("sites", "only_p") == (0, 4) and "P alone none of four does" in intro
     assert exploded("drift", "bias-1x") == (4, 4) and "explodes four runs of four" in intro
     assert exploded("drift", "bias-eighth") == (1, 4) and "most of them, one of four" in intro
     assert REGISTRY["heads-sum-alone"].verdict == "refuted" and "in three runs of six" in intro
