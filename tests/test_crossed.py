@@ -9,7 +9,7 @@ from lowprec.attention import trace
 from lowprec.capture import observe
 from lowprec.config import TrainConfig
 from lowprec.model import GPT
-from lowprec.studies import crossed
+from lowprec.studies import alone, crossed
 from lowprec.train import train
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, steps=2, warmup=2,
@@ -90,3 +90,31 @@ def test_the_table_on_disk(tokens, tmp_path, capsys):
     assert "rows of 2 arms" in capsys.readouterr().out
     with pytest.raises(UserError, match="multiple of 8"):
         crossed.compare(tmp_path, tokens, 12)
+
+
+def test_one_rounding_alone_is_against_attention_in_fp32(tokens, tmp_path, capsys):
+    train(TrainConfig(**SMALL, seed=3, policy="ALL_FP32"), tmp_path / "a-seed3", arm="a")
+    options = ["--data", str(data.SMOKE), "--device", "cpu", "--sequences"]
+    alone.main([str(tmp_path), *options, "8"])
+    found = pd.read_parquet(tmp_path / "alone.parquet").groupby("way")[SUMS].sum()
+    assert set(found.index) == set(alone.WAYS) and (found.eps_sq > 0).all()
+    bits = found.eps_sq[["p=bf16", "p=e8m6", "p=e8m5"]].to_numpy()
+    assert (bits[1:] > 2 * bits[:-1]).all(), "each bit less makes about four times the square"
+    seen = crossed.table(
+        crossed.measure, crossed.COLUMNS, tmp_path, tokens, 8, batch_size=8, layers={},
+        **alone.WAYS["p=bf16"],
+    )  # fmt: skip
+    assert (seen.eps_abs == 0).all(), "beside an output of the same P there is no error"
+    assert "rows of 1 arms" in capsys.readouterr().out
+
+
+def test_an_error_of_p_is_what_rows_of_ds_miss_zero_by(tokens):
+    text, targets = data.batch(tokens, 0, 3, 4, 16)
+    torch.manual_seed(0)
+    model = GPT(TrainConfig(**SMALL | dict(policy="ALL_FP32+p=e8m5")).model())
+    found = crossed.measure(model, text, targets, True, exact=True)
+    seen = observe(model, text, targets)[1]
+    t = trace(seen.q, seen.k, seen.v, seen.do, "ALL_FP32+p=e8m5")
+    ds = (t.s - t.lse[..., None]).exp() * (t.dp - t.delta[..., None])
+    rows = -ds.double().sum((-1, 0, 2)).numpy()
+    assert found.eps.to_numpy() == pytest.approx(rows, rel=1e-3)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lowprec.policy import PrecisionPolicy
 from lowprec.studies.curvature import (
     common_tokens,
     curvature,
@@ -13,6 +14,7 @@ from lowprec.studies.curvature import (
     output_gradient,
     predict,
     rounding_error,
+    site_errors,
     train_small,
 )
 
@@ -106,3 +108,18 @@ def test_sums_are_over_batch_and_rows():
     eps = torch.tensor([1.0, -2.0]).expand(4, 3, 5, 2)
     assert torch.equal(head_sums(eps)[:, 0, 0], torch.tensor([-3.0, 9.0, 15.0]).double())
     assert head_sums(eps).shape == (3, 4, 5)
+
+
+def test_errors_of_a_site_are_those_of_the_unrounded_pass(small):
+    model, _, batch = small
+    policies = [PrecisionPolicy.parse(f"ALL_FP32+{s}") for s in ("o=e8m4", "p=e8m4", "l=e8m4")]
+    o, p, row_sum = site_errors(model, batch[0], policies)
+    outputs, _ = output_gradient(model, *batch)
+    assert o.shape == outputs.shape
+    expected = rounding_error(outputs, 4)
+    assert (o - expected).norm() < 0.02 * expected.norm(), "but for ties that FP32 decides"
+    assert p[..., 0, :].abs().max() < 1e-6, "a row of one key has the weight 1, which is exact"
+    factor = row_sum / outputs
+    spread = factor.std(-1) / factor.abs().amax(-1).clamp(min=1e-3)
+    assert spread.median() < 1e-3, "one factor on the whole row"
+    assert torch.equal(output_gradient(model, *batch)[0], outputs), "the model is as it was"

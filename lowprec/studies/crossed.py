@@ -16,7 +16,7 @@ import torch
 from lowprec import UserError, entry
 from lowprec.attention import trace
 from lowprec.capture import observe
-from lowprec.policy import LOW, SITES
+from lowprec.policy import ALL_FP32, LOW, SITES
 from lowprec.studies.kept import table, tabulate
 
 ROUNDED = LOW.replace(delta_from="o_fp32")
@@ -41,22 +41,26 @@ PART = 8
 """Chunks whose sums make a row of the table."""
 
 
-def measure(model, text, targets, amp) -> pd.DataFrame:
+def measure(model, text, targets, amp, exact: bool = False) -> pd.DataFrame:
     """One row a part and head, sums over the rows of its sequences.
 
     text, targets: (B, T) int64, B a multiple of `CHUNK * PART`. amp: as `lowprec.model.autocast`
     takes it. tied: rows with a tied maximum. eps, eps_abs, eps_sq: delta_o - delta_ref, its size
     and its square, in the units of a chunk's mean loss. e_sq: the square of the output's error,
-    |o - o_fp32|^2. Raises `UserError` if a sum is not finite.
+    |o - o_fp32|^2. exact: delta_ref and o_fp32 are those of attention in FP32 on the same inputs
+    and dO, so that a rounding of P, which the model's own o_fp32 has too, is an error as well.
+    Raises `UserError` if a sum is not finite.
     """
     scale = LOSS_SCALE if amp == "fp16" else 1.0
     parts = {}
     for i, (x, y) in enumerate(zip(text.split(CHUNK), targets.split(CHUNK), strict=True)):
         seen = observe(model, x, y, amp=amp, layers=[LAYER], loss_scale=scale)[LAYER]
         ((policy, _),) = seen.groups
-        t = trace(seen.q, seen.k, seen.v, seen.do, policy, tile=seen.tile, impl=seen.impl)
-        eps = (t.delta_o - t.delta_ref).double() / scale
-        e = (t.o - t.o_fp32).double().square().sum(-1)
+        given = (seen.q, seen.k, seen.v, seen.do)
+        t = trace(*given, policy, tile=seen.tile, impl=seen.impl)
+        right = trace(*given, ALL_FP32, tile=seen.tile, impl=seen.impl) if exact else t
+        eps = (t.delta_o - right.delta_ref).double() / scale
+        e = (t.o - right.o_fp32).double().square().sum(-1)
         tied = (t.ties > 1).double()
         sums = torch.stack([z.sum((0, 2)) for z in (tied, eps, eps.abs(), eps.square(), e)], -1)
         if not sums.isfinite().all():
@@ -71,15 +75,17 @@ def measure(model, text, targets, amp) -> pd.DataFrame:
     return pd.concat(found).assign(rows=rows).reset_index()
 
 
-def compare(folder, tokens, sequences: int, device: str = "cpu") -> pd.DataFrame:
-    """`measure` in each of `WAYS` of the kept weights of all runs in a folder; the column `way`
+def compare(
+    folder, tokens, sequences: int, device: str = "cpu", ways=WAYS, measure=measure
+) -> pd.DataFrame:
+    """`measure` in each of some ways of the kept weights of all runs in a folder; the column `way`
     says which. The rest, and errors: as in `lowprec.studies.kept.models`."""
     if sequences < 1 or sequences % (CHUNK * PART):
         raise UserError(f"sequences={sequences} must be a multiple of {CHUNK * PART}")
     return pd.concat(
         table(measure, COLUMNS, folder, tokens, sequences, device, batch_size=sequences,
               layers={}, **way).assign(way=name)
-        for name, way in WAYS.items()
+        for name, way in ways.items()
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec.formats import Format, round_to
 from lowprec.model import GPT, GPTConfig
+from lowprec.reference import emulate, oracle
 
 
 def common_tokens(tokens, keep):
@@ -107,6 +108,24 @@ def expected_gradient(model, inputs, labels, error=lambda layer, o: 0):
 def rounding_error(o, bits, rounding="nearest_even", generator=None):
     """Rounded minus exact o, for a format of 8 exponent and `bits` stored significand bits."""
     return round_to(o, Format.custom(8, bits), rounding, generator=generator) - o
+
+
+def site_errors(model, inputs, policies):
+    """What the roundings of each policy do to the output: (policies, layers, B, H, T, D), emulated
+    minus exact, on what attention reads when nothing is rounded."""
+    found = []
+
+    def attention(q, k, v, probe=None, seed=0):
+        o = oracle(q, k, v).o
+        found.append(torch.stack([(emulate(q, k, v, p).o - o).float() for p in policies]))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with ExitStack() as stack, torch.no_grad():
+        for block in model.blocks:
+            block.attention = attention
+            stack.callback(delattr, block, "attention")
+        model(inputs, inputs)
+    return torch.stack(found, 1)
 
 
 def curvature(model, inputs, targets, errors):
