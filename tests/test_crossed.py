@@ -1,5 +1,6 @@
 """Errors of delta in several formats: by hand, part by part, and the table on disk."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -118,3 +119,19 @@ def test_an_error_of_p_is_what_rows_of_ds_miss_zero_by(tokens):
     ds = (t.s - t.lse[..., None]).exp() * (t.dp - t.delta[..., None])
     rows = -ds.double().sum((-1, 0, 2)).numpy()
     assert found.eps.to_numpy() == pytest.approx(rows, rel=1e-3)
+
+
+def test_a_ratio_of_sums_and_its_interval():
+    generator = np.random.default_rng(0)
+    drawn = generator.normal([100, 40], [10, 8], (500, 16, 2))
+    rows = [
+        (seed, part, way, drawn[seed, part, i])
+        for seed, part, i in np.ndindex(drawn.shape)
+        for way in [("o", "p")[i]]
+    ]
+    table = pd.DataFrame(rows, columns=["seed", "part", "way", "eps"])
+    ratio, half = alone.beside(table, "eps", "o")
+    assert ratio.p.to_numpy() == pytest.approx(drawn[..., 1].sum(1) / drawn[..., 0].sum(1))
+    assert (ratio.o == 1).all() and half.o.abs().max() < 1e-12
+    inside = ((ratio.p - 0.4).abs() < half.p).mean()
+    assert 0.88 < inside < 0.98, "a 95 % interval, a little short with 16 parts"

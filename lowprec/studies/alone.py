@@ -3,7 +3,8 @@
 The runs of a campaign kept their weights at some steps (`TrainConfig.weights_at`). Each model reads
 sequences like those of that step's batch with attention in FP32 but for one of `WAYS`, forward and
 backward, and what is wrong with delta in its second layer is summed into one small table, as in
-`lowprec.studies.crossed`, after which the weights may go:
+`lowprec.studies.crossed`, after which the weights may go. As in a training with that rounding,
+delta reads it in all layers. Which rows err, and so what becomes of W_Q, is not in the table:
 
     python -m lowprec.studies.alone runs/amount
 """
@@ -11,6 +12,8 @@ backward, and what is wrong with delta in its second layer is summed into one sm
 from __future__ import annotations
 
 from functools import partial
+
+import pandas as pd
 
 from lowprec import entry
 from lowprec.studies import crossed
@@ -24,6 +27,18 @@ WAYS = {name: dict(policy=f"ALL_FP32+{name}", amp=True) for name in ROUNDED}
 """A name to what it changes of a run's config."""
 compare = partial(crossed.compare, ways=WAYS, measure=partial(crossed.measure, exact=True))
 """As `lowprec.studies.crossed.compare`; errors are against attention in FP32."""
+
+
+def beside(table: pd.DataFrame, column: str, way: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A sum of each model and way over that of one way, (seeds, ways), and half the width of its
+    95 % interval, by a jackknife over the parts of the text."""
+    parts = table.groupby(["seed", "part", "way"])[column].sum().unstack("way")
+    whole = parts.groupby("seed").sum()
+    without = whole.reindex(parts.index, level="seed") - parts
+    ratios = without.div(without[way], axis=0)
+    count = parts.groupby("seed").size()
+    spread = ratios.groupby("seed").var(ddof=0).mul(count - 1, axis=0) ** 0.5
+    return whole.div(whole[way], axis=0), 1.96 * spread
 
 
 def main(argv: list[str] | None = None) -> None:
