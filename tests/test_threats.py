@@ -16,7 +16,7 @@ from lowprec.attention import trace
 from lowprec.capture import Capture
 from lowprec.policy import PrecisionPolicy
 from lowprec.reference import oracle
-from lowprec.studies import rivals
+from lowprec.studies import alone, rivals
 from lowprec.studies.crossed import WAYS
 from lowprec.studies.heads import sums, take_offs
 from lowprec.studies.stabilised import retrace
@@ -29,10 +29,10 @@ PAGES = ("how_to_read", "threats", "shelf")
 CAMPAIGNS = (
     "mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2",
     "specimens", "remedies", "rivals", "halves", "swapped", "alike", "ties", "held", "untying",
-    "silent", "fp16", "sites", "crossed", "outside",
+    "silent", "fp16", "sites", "crossed", "outside", "amount",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
-WAITING = ("paper", "batches", "amount")
+WAITING = ("paper", "batches")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
 """Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""
@@ -223,7 +223,16 @@ def test_sizes(recorded):
             assert config["batch_size"] * config["block_size"] == 32768, MEND
             assert config["n_layer"] == (12 if name in LARGE else 6), MEND
     six = "mini origin production drift layers remedies rivals halves swapped alike ties held"
-    for name in [*six.split(), "untying", "silent", "fp16", "sites", "crossed", "outside"]:
+    for name in [
+        *six.split(),
+        "untying",
+        "silent",
+        "fp16",
+        "sites",
+        "crossed",
+        "outside",
+        "amount",
+    ]:
         slow = [run for run in recorded[name].run if run.info["config"]["lr"] != 4e-3]
         other = {"lr_half"} if name == "rivals" else set()
         assert {run.info["arm"] for run in slow} == other, MEND
@@ -332,6 +341,8 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         "fp16": {("fp16_s_fp32", seed) for seed in range(4)},
         "crossed": set(),
         "outside": set(),
+        "amount": {("o_acc_e8m8", 3)}
+        | {(f"p_e8m{arm}", seed) for arm in ("6", "5", "5_dp", "5_sum") for seed in range(4)},
         "mini": set(),
         "drift": set(),
         "layers": set(),
@@ -476,7 +487,9 @@ def test_a_norm_can_grow_where_the_loss_is_well(recorded):
     assert large["others-b-seed4"] == (58, True) and "it is 58" in THREATS, MEND
 
 
-@pytest.mark.parametrize("n, least, most", [(8, 0.63, 0.37), (4, 0.40, 0.60), (2, 0.16, 0.84)])
+@pytest.mark.parametrize(
+    "n, least, most", [(8, 0.63, 0.37), (4, 0.40, 0.60), (3, 0.29, 0.71), (2, 0.16, 0.84)]
+)
 def test_what_so_many_seeds_can_say(n, least, most):
     assert round(stats.binomtest(n, n).proportion_ci().low, 2) == least
     assert round(stats.binomtest(0, n).proportion_ci().high, 2) == most
@@ -724,6 +737,22 @@ def test_page_23_which_single_roundings_are_enough(recorded, captures):
         assert off["p"] < off["o"], f"{name}: {said}"
 
 
+def test_page_23_how_much_each_rounding_makes(recorded):
+    """The first screens of pages 23 and 37."""
+    table = pd.read_parquet(ROOT / "data/runs/amount/alone.parquet")
+    added, _ = alone.beside(table, "eps", "o=bf16")
+    assert added["p=bf16"].max() < 2 / 5 and added["o_acc=e8m8"].max() < 1 / 3
+    finer = chosen(recorded, "amount", "o_acc_e8m8")
+    assert [run.explosion for run in finer] == [None] * 3, "pages 23 and intro say none of three"
+    assert "nor so far of three" in (BOOK / "intro.md").read_text()
+    total = table.groupby(["way", "seed"])[["eps", "eps_sq"]].sum()
+    law = total.eps / (32 * 1024 * total.eps_sq)
+    assert len(law) == 32 and 0.55 < law.min() < law.max() < 0.95, "six to nine tenths"
+    fp32 = {run.seed: run.metrics.loss[:1600] for run in chosen(recorded, "production", "fp32")}
+    for run in chosen(recorded, "amount", "fp32_seen"):  # so they are models of that arm
+        assert list(run.metrics.loss) == list(fp32[run.seed])
+
+
 def test_fp16_has_few_tied_maxima(recorded):
     for run in chosen(recorded, "rivals", "fp16"):
         total = sums(run, 1399, 1599).loc[1].sum()
@@ -742,7 +771,7 @@ def test_predictions_by_campaign():
         alike="rivals-alike", specimens="larger-specimen", production="delta peers",
         remedies="fix delta", held="stabilised rivals-held", ties="stabilised", fp16="rivals-fp16",
         sites="ran tile delta heads-sum-alone", crossed="rivals-crossed",
-        outside="rivals-outside",
+        outside="rivals-outside", amount="delta",
     )  # fmt: skip
     few = dict(layers=3, fp16=4, sites=11)  # two of five are others; some are several claims
     rows = re.findall(r"^  \| `(\w+)`[^|]*\| ([^|]+) \|([^|]*)\|$", THREATS, re.MULTILINE)
