@@ -198,12 +198,20 @@ def load_run(path) -> Run:
     return run
 
 
-def load_runs(campaign) -> pd.DataFrame:
+def require_arms(campaign, arms, there) -> None:
+    """Raise `UserError` unless all of some arms are among those `there`, a campaign's."""
+    if lacking := [arm for arm in arms if arm not in there]:
+        name, known = Path(campaign).name, ", ".join(sorted(there))
+        raise UserError(f"campaign {name!r} has no arm {', '.join(lacking)}; it has {known}")
+
+
+def load_runs(campaign, arms=()) -> pd.DataFrame:
     """Every run of a campaign folder, one row each, with the Run itself in column `run`.
 
     exploded counts confirmed explosions only; `duration` is the onset or, for a run that did not
     explode, the last step at which it could still have been seen to (censored).
-    campaign: its name in data/runs, or its folder. Raises `UserError` for one without runs.
+    campaign: its name in data/runs, or its folder. arms: those that there must be.
+    Raises `UserError` for a campaign without runs, or without one of `arms`.
     """
     folder = data_root() / "runs" / campaign if isinstance(campaign, str) else Path(campaign)
     paths = sorted(p.parent for p in folder.glob("[!.]*/run.json"))  # not unfinished ones
@@ -221,6 +229,7 @@ def load_runs(campaign) -> pd.DataFrame:
                 ended=run.info["ended"],
             )
         )  # fmt: skip
+    require_arms(campaign, arms, {row["arm"] for row in rows})
     return pd.DataFrame(rows)
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 from scipy import stats
 
 from lowprec import UserError, claims
-from lowprec.runs import data_root, load_runs
+from lowprec.runs import data_root, load_runs, require_arms
 
 SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
 """To say "prevents": seeds an arm, share of the base's seeds that explode, adjusted p below."""
@@ -75,11 +75,11 @@ class Arm:
         )  # fmt: skip
 
 
-def load_arms(campaign) -> dict[str, Arm]:
+def load_arms(campaign, arms=()) -> dict[str, Arm]:
     """The arms that a campaign plans, with as much of each as is recorded, perhaps nothing.
 
-    campaign: its name in data/runs, or its folder. Raises `UserError` as `load_campaign` and
-    `load_runs` do, but not for runs that are still to come.
+    campaign: its name in data/runs, or its folder. arms: those that it must plan. Raises
+    `UserError` as `load_campaign` and `load_runs` do, but not for runs that are still to come.
     """
     from lowprec.campaign import load_campaign
 
@@ -87,6 +87,7 @@ def load_arms(campaign) -> dict[str, Arm]:
     planned: dict[str, list] = {}
     for job in load_campaign(folder / "campaign.yaml"):
         planned.setdefault(job.arm, []).append(job.config)
+    require_arms(campaign, arms, planned)
     recorded = {}
     if any(folder.glob("[!.]*/run.json")):
         recorded = dict(iter(load_runs(folder).groupby("arm")))

@@ -245,6 +245,13 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         load_arms("nowhere")
 
 
+@pytest.mark.parametrize("load", [load_arms, runs.load_runs])
+def test_a_campaign_without_an_arm_that_a_page_needs(load):
+    load("remedies", ("fa2_dp",))
+    with pytest.raises(UserError, match="'remedies' has no arm low, fa2; it has .*fa2_dp"):
+        load("remedies", ("low", "fa2_dp", "fa2"))
+
+
 def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
     claim = dict(metric="-", n=4, profile=["recorded"], refuted_if="-", source=None)
     claim |= dict(sentence="-", notebook="-", verdict="not run")
