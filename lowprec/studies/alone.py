@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import partial
 
 import pandas as pd
+from scipy import stats
 
 from lowprec import entry
 from lowprec.studies import crossed
@@ -38,7 +39,8 @@ def beside(table: pd.DataFrame, column: str, way: str) -> tuple[pd.DataFrame, pd
     ratios = without.div(without[way], axis=0)
     count = parts.groupby("seed").size()
     spread = ratios.groupby("seed").var(ddof=0).mul(count - 1, axis=0) ** 0.5
-    return whole.div(whole[way], axis=0), 1.96 * spread
+    quantile = stats.t.ppf(0.975, count - 1)
+    return whole.div(whole[way], axis=0), spread.mul(quantile, axis=0)
 
 
 def main(argv: list[str] | None = None) -> None:
