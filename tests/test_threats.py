@@ -747,12 +747,38 @@ def test_page_23_how_much_each_rounding_makes(recorded):
     finer = chosen(recorded, "amount", "o_acc_e8m8")
     assert [run.explosion for run in finer] == [None] * 3, "pages 23 and intro say none of three"
     assert "nor so far of three" in (BOOK / "intro.md").read_text()
-    total = table.groupby(["way", "seed"])[["eps", "eps_sq"]].sum()
+    total = table.groupby(["way", "seed"])[["eps", "eps_abs", "eps_sq"]].sum()
+    share = total.eps / total.eps_abs
+    assert 0.003 < share.min() < share.drop("l=bf16").max() < 0.05 < share.max() < 0.1
     law = total.eps / (32 * 1024 * total.eps_sq)
     assert len(law) == 32 and 0.55 < law.min() < law.max() < 0.95, "six to nine tenths"
     fp32 = {run.seed: run.metrics.loss[:1600] for run in chosen(recorded, "production", "fp32")}
     for run in chosen(recorded, "amount", "fp32_seen"):  # so they are models of that arm
         assert list(run.metrics.loss) == list(fp32[run.seed])
+
+
+def test_page_23_amounts_in_training(recorded):
+    """Of the second layer, over those of O alone with the same seed."""
+
+    def read(run, window):
+        total, policy = sums(run, *window).loc[1].sum(), run.policy
+        return policy.delta_bias * total.delta_abs if policy.delta_bias else total.delta_bias
+
+    def beside(campaign, arm, window):
+        of_o = {run.seed: read(run, window) for run in chosen(recorded, "sites", "only_o")}
+        some = [run for run in chosen(recorded, campaign, arm) if run.seed in of_o]
+        return np.array([read(run, window) / of_o[run.seed] for run in some])
+
+    early, late = (200, 800), (800, 1600)
+    finer, by_hand = beside("amount", "o_acc_e8m8", late), beside("drift", "bias-eighth", late)
+    fp16 = beside("rivals", "fp16", late)
+    assert np.median(finer) < np.median(by_hand) < np.median(fp16)
+    assert max(fp16.max(), beside("rivals", "fp16", early).max()) < 1
+    assert 0 < beside("mini", "fa2", early).min() < 0.1 and beside("mini", "fa2", early).max() > 1.4
+    assert beside("remedies", "low_centred", late).min() > 5
+    assert beside("rivals", "decay", late).min() > 2
+    for run in (*chosen(recorded, "mini", "low"), *chosen(recorded, "rivals", "decay")):
+        assert take_offs(run, lag=200, every=200).step.min() < 1600
 
 
 def test_fp16_has_few_tied_maxima(recorded):
