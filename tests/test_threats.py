@@ -222,17 +222,9 @@ def test_sizes(recorded):
         for config in (run.info["config"] for run in table.run):
             assert config["batch_size"] * config["block_size"] == 32768, MEND
             assert config["n_layer"] == (12 if name in LARGE else 6), MEND
-    six = "mini origin production drift layers remedies rivals halves swapped alike ties held"
-    for name in [
-        *six.split(),
-        "untying",
-        "silent",
-        "fp16",
-        "sites",
-        "crossed",
-        "outside",
-        "amount",
-    ]:
+    six = "mini origin production drift layers remedies rivals halves swapped alike ties held "
+    six += "untying silent fp16 sites crossed outside amount"
+    for name in six.split():
         slow = [run for run in recorded[name].run if run.info["config"]["lr"] != 4e-3]
         other = {"lr_half"} if name == "rivals" else set()
         assert {run.info["arm"] for run in slow} == other, MEND
