@@ -20,7 +20,8 @@ carry much of e, so little text can miss a failing head: the more of it, the bet
 `share` is the statistic that runs record, and on which the limit was tested. It is what the stored
 output does to a delta that reads it, also under a policy whose delta reads something else.
 `share_all` is the same with everything that makes delta wrong: delta as the backward reads it, less
-delta in float64. The rounding of P is in it. No alarm reads it.
+delta in float64. The rounding of P is in it. No alarm reads it, so a model that fails by P alone
+gives none.
 
 `tv` is how far rounding q and k moves P: 0.05 and more, and the head computes something else.
 """

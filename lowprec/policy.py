@@ -270,7 +270,8 @@ SAFE = FA2.replace(delta_from="o_fp32")
 
 What is shown of it, and what it costs (one FP32 output a layer), is on the book's page "A better
 fix". It does not undo harm: captured heads that fail already can still alarm under it, because
-delta keeps the error that rounding P leaves in the output.
+delta keeps the error that rounding P leaves in the output. With P coarser than BF16 and nothing
+else rounded that error alone explodes.
 
 Its text form is FA2+delta_from=o_fp32: a recommendation may change, what runs recorded may not."""
 
