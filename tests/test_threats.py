@@ -229,7 +229,9 @@ def test_which_runs_an_h100_made(recorded):
     wanted |= {("sites", "tile512", seed) for seed in range(4)} | {("amount", "o_acc_e8m8", 3)}
     wanted |= {("sites", arm, seed) for arm in ("only_l", "tile64") for seed in (2, 3)}
     wanted |= {("fp16", "fp16_s_fp32", seed) for seed in (0, 1)}
-    assert there == wanted, f"{MEND}, and rerun.md, data/README.md and the limits of 21 and 23"
+    assert there == wanted, (
+        f"{MEND}, and rerun.md, data/README.md and the limits of pages 21, 23 and 47"
+    )
     assert (
         "17 runs of `amount`, eight of `sites` and two of `fp16`" in (BOOK / "rerun.md").read_text()
     )
@@ -796,6 +798,9 @@ def test_page_23_how_much_each_rounding_makes(recorded):
         for run, other in zip(balanced, chosen(recorded, "production", "fp32"), strict=True)
     ]
     assert [f"{x:.3f}" for x in sorted(over)[::3]] == ["0.006", "0.014"], MEND
+    assert [w > 1.9 * e for w, e in zip(wide, exact, strict=True)] == [False, True, True, True]
+    assert 0.4 < added["p=e8m5+l_from=p_rounded"].min() < 0.6, "about half, says page 23"
+    assert added["p=e8m5+l_from=p_rounded"].max() < 0.6, "and here"
     assert min(over[1:]) > 0.0105 and "0.011 to 0.014 nats above" in THREATS
     for run in chosen(recorded, "amount", "p_e8m5", "p_e8m6"):
         assert run.probes.delta_abs.max() == 0, "page 45 says that its share is 0"
@@ -836,6 +841,24 @@ def test_page_23_amounts_in_training(recorded):
     assert beside("rivals", "decay", late).min() > 2
     for run in (*chosen(recorded, "mini", "low"), *chosen(recorded, "rivals", "decay")):
         assert take_offs(run, lag=200, every=200).step.min() < 1600
+
+
+def test_scores_in_fp32_end_later_and_blocks_are_sooner(recorded):
+    """Page 47, intro and changelog; the limits of page 21."""
+    shorter = {run.seed: run.explosion.onset for run in chosen(recorded, "rivals", "fp16")}
+    wide = chosen(recorded, "fp16", "fp16_s_fp32")
+    assert all(run.explosion.confirmed for run in wide), f"{MEND}, and intro"
+    assert all(run.explosion.onset > shorter[run.seed] for run in wide), MEND
+    low = {run.seed: run for run in chosen(recorded, "mini", "low")}
+    tiled = chosen(recorded, "sites", "tile64", "tile512")
+    early = [run for run in tiled if run.explosion.onset < low[run.seed].explosion.onset]
+    assert (len(early), sum("H100" in run.hardware for run in early)) == (7, 5), "limits of page 21"
+
+    def total(run):
+        return run.probes[run.probes.step.between(200, 800, "right")].delta_bias.sum()
+
+    ratios = [total(run) / total(low[run.seed]) for run in chosen(recorded, "sites", "tile64")]
+    assert (np.array(ratios) < 1.3).sum() == 2, "limits of page 21"
 
 
 def test_fp16_has_few_tied_maxima(recorded):
