@@ -29,10 +29,10 @@ PAGES = ("how_to_read", "threats", "shelf")
 CAMPAIGNS = (
     "mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2",
     "specimens", "remedies", "rivals", "halves", "swapped", "alike", "ties", "held", "untying",
-    "silent", "fp16", "sites", "crossed", "outside", "amount",
+    "silent", "fp16", "sites", "crossed", "outside", "amount", "batches",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
-WAITING = ("paper", "batches")
+WAITING = ("paper",)
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
 """Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""
@@ -228,22 +228,24 @@ def test_which_runs_an_h100_made(recorded):
     wanted = {("amount", arm, seed) for arm in arms.split() for seed in range(4)}
     wanted |= {("sites", "tile512", seed) for seed in range(4)} | {("amount", "o_acc_e8m8", 3)}
     wanted |= {("sites", arm, seed) for arm in ("only_l", "tile64") for seed in (2, 3)}
-    wanted |= {("fp16", "fp16_s_fp32", seed) for seed in (0, 1)}
+    wanted |= {("sites", "only_dodo", 0), ("sites", "only_dodo", 1)}
+    wanted |= {("fp16", "fp16_s_fp32", seed) for seed in range(4)}
+    wanted |= {("batches", "fa2_4x", seed) for seed in range(4)}
     assert there == wanted, (
-        f"{MEND}, and rerun.md, data/README.md and the limits of pages 21, 23 and 47"
+        f"{MEND}, and rerun.md, data/README.md and the limits of pages 21, 23, 25 and 47"
     )
-    assert (
-        "17 runs of `amount`, eight of `sites` and two of `fp16`" in (BOOK / "rerun.md").read_text()
-    )
+    many = "17 runs of `amount`, ten of `sites` and four each of `fp16` and `batches`"
+    assert many in (BOOK / "rerun.md").read_text()
 
 
 def test_sizes(recorded):
     for name, table in recorded.items():
         for config in (run.info["config"] for run in table.run):
-            assert config["batch_size"] * config["block_size"] == 32768, MEND
+            tokens = 131_072 if name == "batches" else 32_768
+            assert config["batch_size"] * config["block_size"] == tokens, MEND
             assert config["n_layer"] == (12 if name in LARGE else 6), MEND
     six = "mini origin production drift layers remedies rivals halves swapped alike ties held "
-    six += "untying silent fp16 sites crossed outside amount"
+    six += "untying silent fp16 sites crossed outside amount batches"
     for name in six.split():
         slow = [run for run in recorded[name].run if run.info["config"]["lr"] != 4e-3]
         other = {"lr_half"} if name == "rivals" else set()
@@ -350,7 +352,9 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         "held": set(),
         "untying": set(),
         "silent": set(),
-        "fp16": {("fp16_s_fp32", seed) for seed in (2, 3)},
+        "fp16": set(),
+        "batches": {("fa2_o_fp32_4x", seed) for seed in range(4)}
+        | {("fa2_16x", 0), ("fa2_o_fp32_16x", 0)},
         "crossed": set(),
         "outside": set(),
         "amount": set(),
@@ -378,9 +382,9 @@ def test_campaigns_as_far_as_they_have_run(recorded):
     sites = recorded["sites"].groupby("arm").seed.nunique()
     full = "paper paper_o_fp32 released released_o_fp32 only_o only_o_acc only_l only_p dp"
     full += " tile64 tile512"
-    assert dict(sites) == dict.fromkeys(full.split(), 4), MEND
+    assert dict(sites) == dict.fromkeys(full.split(), 4) | {"only_dodo": 2}, MEND
     calm = set(recorded["sites"][~recorded["sites"].exploded].arm)
-    assert calm == {"paper_o_fp32", "released_o_fp32", "only_p"}, MEND
+    assert calm == {"paper_o_fp32", "released_o_fp32", "only_p", "only_dodo"}, MEND
     for run in (*recorded["crossed"].run, *recorded["outside"].run):
         assert run.info["ended"] == "completed" and len(run.metrics) == 3000, MEND
     seen = recorded["untying"].groupby("arm").steps.unique().str[0]
@@ -843,12 +847,26 @@ def test_page_23_amounts_in_training(recorded):
         assert take_offs(run, lag=200, every=200).step.min() < 1600
 
 
-def test_scores_in_fp32_end_later_and_blocks_are_sooner(recorded):
+def test_a_larger_batch_fails_sooner_in_the_same_layer(recorded):
+    """Here, the first page and page 25."""
+    small = {run.seed: run.explosion.onset for run in chosen(recorded, "mini", "fa2")}
+    wide = chosen(recorded, "batches", "fa2_4x")
+    assert len(wide) == 4 and all(run.explosion.confirmed for run in wide), MEND
+    assert all(run.explosion.onset < small[run.seed] for run in wide), MEND
+    assert max(run.explosion.onset for run in wide) < 2000, "the limits of page 25"
+    for run in wide:
+        table = run.probes[run.probes.step >= run.explosion.onset]
+        first = table[table.step == table.step.min()]
+        assert first.layer[first.sigma_q.idxmax()] == 1, MEND
+
+
+def test_scores_in_fp32_fail_as_well_and_blocks_are_sooner(recorded):
     """Page 47, intro and changelog; the limits of page 21."""
     shorter = {run.seed: run.explosion.onset for run in chosen(recorded, "rivals", "fp16")}
     wide = chosen(recorded, "fp16", "fp16_s_fp32")
     assert all(run.explosion.confirmed for run in wide), f"{MEND}, and intro"
-    assert all(run.explosion.onset > shorter[run.seed] for run in wide), MEND
+    sooner = [run.explosion.onset < shorter[run.seed] for run in wide]
+    assert (sum(sooner), len(sooner)) == (2, 4), "page 47's first paragraph, intro, changelog"
     low = {run.seed: run for run in chosen(recorded, "mini", "low")}
     tiled = chosen(recorded, "sites", "tile64", "tile512")
     early = [run for run in tiled if run.explosion.onset < low[run.seed].explosion.onset]
