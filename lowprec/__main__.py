@@ -81,6 +81,7 @@ def campaign(argv: list[str]) -> None:
         gpus: int | None = None,
         out: Path | None = None,
         only: tuple[str, ...] = ("*",),
+        processes: int = 1,
         cluster: Literal["local", "slurm"] = "local",
         slurm: Slurm = Slurm(),  # noqa: B008
     ):
@@ -91,6 +92,7 @@ def campaign(argv: list[str]) -> None:
             gpus: runs side by side, by default as many as there are GPUs.
             out: folder for the runs instead of the file's own.
             only: these runs alone, by name: ARM-seedN, with * for anything.
+            processes: how many train a run together, each on a GPU of this machine.
             cluster: this machine, or the Slurm cluster that sbatch reaches.
         """
         if cluster == "local" and slurm != Slurm():
@@ -98,7 +100,8 @@ def campaign(argv: list[str]) -> None:
         if not only:
             raise UserError("--only wants the names of runs, as in --only 'low-*' fa2-seed0")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the runs
-        results = run_campaign(path, gpus, out, slurm if cluster == "slurm" else None, only)
+        chosen = slurm if cluster == "slurm" else None
+        results = run_campaign(path, gpus, out, chosen, only, processes)
         for name, result in results.items():
             print(f"{name}: {result}")
         failed = [name for name, result in results.items() if result.startswith("failed")]

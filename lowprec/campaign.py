@@ -158,11 +158,12 @@ class _Loader(yaml.SafeLoader):
 
 def run_campaign(
     path: str | Path, gpus: int | None = None, out: Path | None = None, slurm: Slurm | None = None,
-    only: tuple[str, ...] = (), **overrides,
+    only: tuple[str, ...] = (), processes: int = 1, **overrides,
 ) -> dict[str, str]:  # fmt: skip
     """Start what is missing, one process a GPU or one Slurm job a run; {run name: how it went}.
 
-    gpus: runs side by side; by default as many as there are GPUs, and no limit on a cluster.
+    gpus: runs side by side; by default as many as there are GPUs for, and no limit on a cluster.
+    processes: how many train a run together, on this machine, each with a GPU of its own.
     out: folder for the runs instead of the YAML's own, and for a copy of it; logs go to OUT/.logs.
     only: names of runs, ARM-seedN with * for anything; the others are left alone.
     Raises `UserError` before anything starts if the tokens, the GPUs or Slurm are not there.
@@ -182,11 +183,15 @@ def run_campaign(
     missing = [job for job in jobs if not job.out.exists()]
     for tokens in {job.config.data for job in missing}:
         load_tokens(at_root(tokens), verify=False)
-    if gpus is not None and gpus < 1:
-        raise UserError(f"gpus={gpus} must be at least 1")
+    for name, count in dict(gpus=gpus, processes=processes).items():
+        if count is not None and count < 1:
+            raise UserError(f"{name}={count} must be at least 1")
+    if slurm is not None and processes > 1:
+        raise UserError(f"processes={processes} is for this machine; a Slurm job takes one GPU")
     result = {job.name: "recorded before" + _otherwise(job) for job in jobs}
     if missing:
-        where = Local(missing, gpus) if slurm is None else Cluster(missing, gpus, slurm)
+        local = slurm is None
+        where = Local(missing, gpus, processes) if local else Cluster(missing, gpus, slurm)
     if out is not None and not (Path(out) / "campaign.yaml").exists():
         (Path(out) / "campaign.yaml").write_bytes(Path(path).read_bytes())
     return result | (_watch(missing, where) if missing else {})
@@ -220,17 +225,22 @@ def _watch(jobs: list[Job], where: Local | Cluster) -> dict[str, str]:
 
 
 class Local:
-    """The runs on this machine, each in a process that sees one GPU (or none)."""
+    """The runs on this machine, each in one process that sees one GPU (or none), or in several."""
 
     pause = 0.5
 
-    def __init__(self, jobs: list[Job], side_by_side: int | None):
+    def __init__(self, jobs: list[Job], side_by_side: int | None, processes: int = 1):
         make_folder(jobs[0].logs)
-        self.waiting, self.running = list(jobs), {}
+        self.waiting, self.running, self.processes = list(jobs), {}, processes
         devices = visible_gpus()
-        if devices and side_by_side and side_by_side > len(devices):
-            raise UserError(f"gpus={side_by_side} and there are {len(devices)} GPUs to be seen")
-        self.free = devices[:side_by_side] or [None] * (side_by_side or 1)
+        if devices and (side_by_side or 1) * processes > len(devices):
+            each = f" with processes={processes} each" if processes > 1 else ""
+            raise UserError(
+                f"gpus={side_by_side or 1}{each} and there are {len(devices)} GPUs to be seen"
+            )
+        shares = [devices[i : i + processes] for i in range(0, len(devices), processes)]
+        groups = [",".join(share) for share in shares if len(share) == processes]
+        self.free = groups[:side_by_side] or [None] * (side_by_side or 1)
 
     def log(self, job: Job) -> Path:
         return job.logs / f"{job.name}.txt"
@@ -247,11 +257,14 @@ class Local:
         return {j.name: "waiting" for j in self.waiting} | dict.fromkeys(self.running, "running")
 
     def _start(self, job: Job, device: str | None) -> subprocess.Popen:
-        code = "import sys; from lowprec.campaign import run_one; run_one(sys.argv[1])"
+        words = ["-m", "lowprec.campaign", job.spec()]
+        if self.processes > 1:
+            count = f"--nproc-per-node={self.processes}"
+            words = ["-m", "torch.distributed.run", "--standalone", count, *words]
         seen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         with open(self.log(job), "w") as log:
             return subprocess.Popen(
-                [sys.executable, "-c", code, job.spec()], env=os.environ | seen,
+                [sys.executable, *words], env=os.environ | seen,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then stops them
             )  # fmt: skip
@@ -366,7 +379,8 @@ def run_one(spec: str, device: str = "auto") -> None:
     if job["config"]["device"] == "auto":
         job["config"]["device"] = device
     out = Path(job["out"])
-    with only_process(out.parent / ".logs" / f"{out.name}.lock"):
+    lock = only_process(out.parent / ".logs" / f"{out.name}.lock")
+    with lock if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
         train(TrainConfig(**job["config"]), out, job["arm"], True, job["campaign"])
 
 
@@ -390,6 +404,11 @@ def outcome(job: Job, log: Path) -> str:
     """How a run that is over went: "done in N s" or "failed (WHY), see LOG"."""
     if job.out.exists():
         return f"done in {load_run(job.out).info['seconds']:.0f} s"
-    errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)(?:: (.*))?$", tail(log), re.MULTILINE)
+    line = r"^(?:\[rank\d+\]: )?(?:\w+\.)*(?!ChildFailed)\w*(?:Error|Exception)(?:: (.*))?$"
+    errors = re.findall(line, tail(log), re.MULTILINE)
     why = f" ({errors[-1][:300]})" if errors and errors[-1] else ""
     return f"failed{why}, see {log}"
+
+
+if __name__ == "__main__":
+    run_one(sys.argv[1])

@@ -310,10 +310,30 @@ def test_each_run_sees_one_of_the_gpus_and_gives_it_back(file, monkeypatch):
         campaign.Local(jobs, 3)
 
 
+def test_a_run_of_several_gpus_sees_them_all(file, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7,8")
+    jobs = campaign.load_campaign(file)
+    assert campaign.Local(jobs, None, 2).free == ["3,5", "6,7"]
+    assert campaign.Local(jobs, 1, 2).free == ["3,5"]
+    with pytest.raises(UserError, match="gpus=2 with processes=3 each and there are 5"):
+        campaign.Local(jobs, 2, 3)
+
+
+def test_two_processes_make_one_run(file):
+    """As test_two_processes_train_as_one, through a campaign; the other arm says why it fails."""
+    result = run_campaign(file, only=("low-seed0", "bad-seed0"), processes=2)
+    assert result["low-seed0"].startswith("done in ")
+    run = runs.load_run(file.parent / "low-seed0")
+    assert run.info["processes"] == 2 and run.info["campaign_sha256"] == runs.sha256(file)
+    assert result["bad-seed0"].startswith("failed (device=cuda needs an NVIDIA GPU and there is")
+
+
 @pytest.mark.parametrize(
     "words, says",
     [
         (["--gpus", "0"], "gpus=0 must be at least 1"),
+        (["--processes", "0"], "processes=0 must be at least 1"),
         (
             ["--only", "low-*", "high-*"],
             "no run is called 'high-*'; there are low-seed0, bad-seed0,",
