@@ -858,15 +858,28 @@ def test_a_larger_batch_fails_sooner_in_the_same_layer(recorded):
         table = run.probes[run.probes.step >= run.explosion.onset]
         first = table[table.step == table.step.min()]
         assert first.layer[first.sigma_q.idxmax()] == 1, MEND
+    times = [run.explosion.onset / small[run.seed] * 4 for run in wide]
+    assert 1.95 < min(times) and max(times) < 3.2, "two to three times, say page 25 and intro"
+    tokens = json.loads((ROOT / "data/corpora/pysource.json").read_text())["tokens"]
+    onsets = [run.explosion.onset * 131_072 / tokens for run in wide]
+    onsets += [small[run.seed] * 32_768 / tokens for run in wide]
+    ends = [f"{x:.1f}" for some in (onsets[:4], onsets[4:]) for x in (min(some), max(some))]
+    assert ends == ["1.0", "1.2", "0.4", "0.6"] and tokens // 524_288 == 293, "limits of page 25"
 
 
-def test_scores_in_fp32_fail_as_well_and_blocks_are_sooner(recorded):
+def test_scores_in_fp32_fail_as_well_and_blocks_are_sooner(recorded, monkeypatch):
     """Page 47, intro and changelog; the limits of page 21."""
     shorter = {run.seed: run.explosion.onset for run in chosen(recorded, "rivals", "fp16")}
     wide = chosen(recorded, "fp16", "fp16_s_fp32")
     assert all(run.explosion.confirmed for run in wide), f"{MEND}, and intro"
     sooner = [run.explosion.onset < shorter[run.seed] for run in wide]
-    assert (sum(sooner), len(sooner)) == (2, 4), "page 47's first paragraph, intro, changelog"
+    assert (sum(sooner), len(sooner)) == (2, 4), "page 47's first paragraph, changelog"
+    high = [np.flatnonzero(excess(run) >= 0.5)[0] + 600 for run in wide]
+    assert all(step < shorter[run.seed] for step, run in zip(high, wide, strict=True)), MEND
+    monkeypatch.setattr(runs, "PATIENCE", 300)
+    again = [runs.find_explosion(run.metrics.loss).onset < shorter[run.seed] for run in wide]
+    assert sum(again) == 3, MEND
+    monkeypatch.undo()
     low = {run.seed: run for run in chosen(recorded, "mini", "low")}
     tiled = chosen(recorded, "sites", "tile64", "tile512")
     early = [run for run in tiled if run.explosion.onset < low[run.seed].explosion.onset]
