@@ -910,7 +910,7 @@ def test_predictions_by_campaign():
         alike="rivals-alike", specimens="larger-specimen", production="delta peers",
         remedies="fix delta", held="stabilised rivals-held", ties="stabilised", fp16="rivals-fp16",
         sites="ran tile delta heads-sum-alone", crossed="rivals-crossed",
-        outside="rivals-outside", amount="delta",
+        outside="rivals-outside", amount="delta", batches="larger-batch",
     )  # fmt: skip
     few = dict(layers=3, fp16=4, sites=11)  # two of five are others; some are several claims
     rows = re.findall(r"^  \| `(\w+)`[^|]*\| ([^|]+) \|([^|]*)\|$", THREATS, re.MULTILINE)
