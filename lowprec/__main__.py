@@ -85,14 +85,15 @@ def campaign(argv: list[str]) -> None:
         cluster: Literal["local", "slurm"] = "local",
         slurm: Slurm = Slurm(),  # noqa: B008
     ):
-        """Run what is missing of a campaign, one run a GPU or a Slurm job.
+        """Run what is missing of a campaign: each run on one GPU or several, or as a Slurm job.
 
         Args:
             path: the campaign's YAML file.
-            gpus: runs side by side, by default as many as there are GPUs.
+            gpus: runs side by side, by default as many as there are GPUs for.
             out: folder for the runs instead of the file's own.
             only: these runs alone, by name: ARM-seedN, with * for anything.
-            processes: how many train a run together, each on a GPU of this machine.
+            processes: how many train a run together on this machine, each on a GPU of its own; a
+                divisor of batch_size, and 1 for runs with captures or windows.
             cluster: this machine, or the Slurm cluster that sbatch reaches.
         """
         if cluster == "local" and slurm != Slurm():
@@ -114,7 +115,8 @@ def campaign(argv: list[str]) -> None:
             config=(tyro.conf.OmitArgPrefixes,),
         )  # fmt: skip
     except KeyboardInterrupt:
-        print("lowprec: stopped; the same command goes on from checkpoints", file=sys.stderr)
+        goes_on = "the same command goes on from checkpoints, if checkpoint_every makes them"
+        print(f"lowprec: stopped; {goes_on}", file=sys.stderr)
         sys.exit(130)
 
 

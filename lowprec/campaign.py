@@ -32,7 +32,7 @@ from pathlib import Path
 import yaml
 
 from lowprec import UserError
-from lowprec.progress import Table, table_row, tail
+from lowprec.progress import Table, table_row
 from lowprec.runs import at_root, load_run, make_folder, sha256
 
 KEYS = ("question", "predictions", "preset", "train", "arms")
@@ -188,6 +188,11 @@ def run_campaign(
             raise UserError(f"{name}={count} must be at least 1")
     if slurm is not None and processes > 1:
         raise UserError(f"processes={processes} is for this machine; a Slurm job takes one GPU")
+    for job in missing:
+        try:
+            job.config.check_processes(processes)
+        except UserError as error:
+            raise UserError(f"{job.name}: {error}; leave it out with --only") from None
     result = {job.name: "recorded before" + _otherwise(job) for job in jobs}
     if missing:
         local = slurm is None
@@ -233,11 +238,10 @@ class Local:
         make_folder(jobs[0].logs)
         self.waiting, self.running, self.processes = list(jobs), {}, processes
         devices = visible_gpus()
-        if devices and (side_by_side or 1) * processes > len(devices):
-            each = f" with processes={processes} each" if processes > 1 else ""
-            raise UserError(
-                f"gpus={side_by_side or 1}{each} and there are {len(devices)} GPUs to be seen"
-            )
+        needed = (side_by_side or 1) * processes
+        if devices and needed > len(devices):
+            asked = f"{side_by_side or 1} x {processes} GPUs are asked for"
+            raise UserError(f"{asked}, and {len(devices)} can be seen")
         shares = [devices[i : i + processes] for i in range(0, len(devices), processes)]
         groups = [",".join(share) for share in shares if len(share) == processes]
         self.free = groups[:side_by_side] or [None] * (side_by_side or 1)
@@ -404,10 +408,15 @@ def outcome(job: Job, log: Path) -> str:
     """How a run that is over went: "done in N s" or "failed (WHY), see LOG"."""
     if job.out.exists():
         return f"done in {load_run(job.out).info['seconds']:.0f} s"
-    line = r"^(?:\[rank\d+\]: )?(?:\w+\.)*(?!ChildFailed)\w*(?:Error|Exception)(?:: (.*))?$"
-    errors = re.findall(line, tail(log), re.MULTILINE)
-    why = f" ({errors[-1][:300]})" if errors and errors[-1] else ""
-    return f"failed{why}, see {log}"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    rank = r"^(?:\[rank\d+\]: )?"
+    # Of several processes the first to fail has the reason; then the others lose it, and torchrun
+    # reports them all.
+    said = re.findall(rf"{rank}lowprec\.UserError: (.*)$", text, re.MULTILINE)[-1:]
+    other = r"(?:\w+\.)*(?!ChildFailed|Signal)\w*(?:Error|Exception): (?!.*by peer)(.+)$"
+    said += re.findall(rank + other, text, re.MULTILINE)[-1:]
+    said += re.findall(r"exitcode +: -\d+ \(.*\)\n.*\n +traceback : (Signal .*)", text)[-1:]
+    return f"failed ({said[0][:300]}), see {log}" if said else f"failed, see {log}"
 
 
 if __name__ == "__main__":

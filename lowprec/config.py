@@ -139,6 +139,13 @@ class TrainConfig:
         if self.amp == "fp16" and looks_inside:
             raise UserError("captures and windows are of BF16 or FP32 runs; set amp=True or False")
 
+    def check_processes(self, count: int):
+        """Raise `UserError` if so many processes cannot train this together."""
+        if self.batch_size % count:
+            raise UserError(f"batch_size={self.batch_size} cannot be shared by {count} processes")
+        if count > 1 and (self.capture_at or self.capture_every or self.window):
+            raise UserError(f"captures and windows are made by one process, and not by {count}")
+
     def model(self) -> GPTConfig:
         names = {f.name for f in dataclasses.fields(GPTConfig)} & set(vars(self))
         return GPTConfig(**{name: getattr(self, name) for name in names})

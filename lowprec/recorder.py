@@ -204,7 +204,7 @@ class Recorder:
         if self.group.rank:
             return
         state = dict(
-            config=json.dumps(self.info["config"]), step=self.step, model=model.state_dict(),
+            config=json.dumps(self._fixed()), step=self.step, model=model.state_dict(),
             optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
             seconds=self.seconds + time.time() - self.clock,
             metrics=torch.tensor(self.metrics, dtype=torch.float64),
@@ -214,6 +214,10 @@ class Recorder:
         )  # fmt: skip
         runs.write_atomic(self.part / "checkpoint.pt", lambda file: torch.save(state, file))
 
+    def _fixed(self) -> dict:
+        """What a run that goes on must have as before, for its numbers depend on it."""
+        return self.info["config"] | dict(processes=self.info["processes"])
+
     def restore(self, model, optimizer, scaler):
         """Put everything where the checkpoint of an unfinished run left it."""
         if not self.resumes:
@@ -221,7 +225,7 @@ class Recorder:
         path = self.part / "checkpoint.pt"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            before, now = json.loads(state["config"]), self.info["config"]
+            before, now = json.loads(state["config"]), self._fixed()
             differ = sorted(k for k in before.keys() | now if before.get(k) != now.get(k))
             if not differ:
                 self._take(state, model, optimizer, scaler)
@@ -231,7 +235,7 @@ class Recorder:
             ) from None
         if differ:
             raise UserError(
-                f"{path} was made with another {', '.join(differ)}; take the same, or start anew"
+                f"{path} was made with other {', '.join(differ)}; take the same, or start anew"
             )
 
     def _take(self, state: dict, model, optimizer, scaler):

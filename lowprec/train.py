@@ -85,9 +85,7 @@ def processes(config: TrainConfig):
         yield Group(device)
         return
     rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    data.rank_rows(config.batch_size, rank, size)
-    if config.capture_at or config.capture_every or config.window:
-        raise UserError("captures and windows are made by one process; start without torchrun")
+    config.check_processes(size)
     if device == "cuda":
         device = f"cuda:{local}"
         torch.cuda.set_device(local)

@@ -113,7 +113,7 @@ def test_ctrl_c_stops_the_runs(file, number):
     assert len(children.split()) == 1
     parent.send_signal(number)
     _, err = parent.communicate(timeout=30)
-    assert parent.returncode == 130 and err.endswith("goes on from checkpoints\n")
+    assert parent.returncode == 130 and err.endswith("if checkpoint_every makes them\n")
     assert "Traceback" not in err
     for pid in map(int, children.split()):
         with pytest.raises(ProcessLookupError):
@@ -306,7 +306,7 @@ def test_each_run_sees_one_of_the_gpus_and_gives_it_back(file, monkeypatch):
     wait_for(lambda: not local.look())
     devices = [local.log(job).read_text().strip() for job in jobs]
     assert devices[:2] == ["3", "5"] and set(devices[2:]) <= {"3", "5"}
-    with pytest.raises(UserError, match="gpus=3 and there are 2"):
+    with pytest.raises(UserError, match="3 x 1 GPUs are asked for, and 2 can be seen"):
         campaign.Local(jobs, 3)
 
 
@@ -316,8 +316,33 @@ def test_a_run_of_several_gpus_sees_them_all(file, monkeypatch):
     jobs = campaign.load_campaign(file)
     assert campaign.Local(jobs, None, 2).free == ["3,5", "6,7"]
     assert campaign.Local(jobs, 1, 2).free == ["3,5"]
-    with pytest.raises(UserError, match="gpus=2 with processes=3 each and there are 5"):
+    with pytest.raises(UserError, match="2 x 3 GPUs are asked for, and 5 can be seen"):
         campaign.Local(jobs, 2, 3)
+
+
+LOST = "[rank1]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:9120\n"
+TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+
+
+@pytest.mark.parametrize(
+    "log, why",
+    [
+        ("lowprec.UserError: no tokens\n", "no tokens"),
+        (f"[rank0]: lowprec.UserError: no room\n{'x' * 9000}\n{LOST}{TORCHRUN}", "no room"),
+        (f"[rank0]: torch.OutOfMemoryError: CUDA out\n{LOST}{TORCHRUN}", "CUDA out"),
+        (
+            f"{LOST}{TORCHRUN}  exitcode  : -9 (pid: 7)\n  error_file: <N/A>\n"
+            "  traceback : Signal 9 (SIGKILL) received by PID 7\n",
+            "Signal 9 (SIGKILL) received by PID 7",
+        ),
+        (LOST + TORCHRUN, None),
+    ],
+)
+def test_the_reason_is_that_of_the_process_that_failed(file, tmp_path, log, why):
+    path = tmp_path / "log.txt"
+    path.write_text(log)
+    said = f"failed ({why}), see {path}" if why else f"failed, see {path}"
+    assert campaign.outcome(campaign.load_campaign(file)[0], path) == said
 
 
 def test_two_processes_make_one_run(file):
@@ -334,6 +359,7 @@ def test_two_processes_make_one_run(file):
     [
         (["--gpus", "0"], "gpus=0 must be at least 1"),
         (["--processes", "0"], "processes=0 must be at least 1"),
+        (["--processes", "3"], "low-seed0: batch_size=2 cannot be shared by 3 processes"),
         (
             ["--only", "low-*", "high-*"],
             "no run is called 'high-*'; there are low-seed0, bad-seed0,",

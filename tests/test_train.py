@@ -243,8 +243,11 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     monkeypatch.chdir(runs.repo_root())
     with pytest.raises(UserError, match="unfinished run; add --resume to go on from"):
         train(config, tmp_path / "b")
-    with pytest.raises(UserError, match="another lr"):
+    with pytest.raises(UserError, match="with other lr; take the same"):
         train(dataclasses.replace(config, lr=1.0), tmp_path / "b", resume=True)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="with other processes"):
+        patch.setattr(Recorder, "_fixed", lambda self: self.info["config"] | dict(processes=2))
+        train(config, tmp_path / "b", resume=True)
     resumed = train(config, tmp_path / "b", resume=True)
     assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
     assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
