@@ -276,6 +276,8 @@ class Local:
     def stop(self):
         """Ask what still runs to end; kill what has not ended after a minute."""
         processes = [process for process, _ in self.running.values()]
+        if processes:
+            print("lowprec: stopping the runs, a minute at most", file=sys.stderr)
         for process in processes:
             process.terminate()
         deadline = time.monotonic() + 60
