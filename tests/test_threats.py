@@ -779,7 +779,7 @@ def test_page_23_how_much_each_rounding_makes(recorded):
     assert 0.55 < added["p=e8m6"].min() < added["p=e8m6"].max() < 1.2, "the first screen of 23"
     assert 0.8 < added["o_acc=bf16"].min() < added["o_acc=bf16"].max() < 1.15, "and there"
     intro = (BOOK / "intro.md").read_text()
-    assert "as in none of four" in intro and "four of four with one bit less" in intro
+    assert "P explodes with one bit less and with two, and that the numerator" in intro
     mended = chosen(recorded, "amount", "p_e8m5_dp")
     assert [run.explosion for run in mended] == [None] * 4, else_says
     assert all(take_offs(run, lag=200, every=200).empty for run in mended), else_says
@@ -1092,10 +1092,10 @@ def test_what_the_first_page_counts(recorded):
         return sum(bool(r.explosion and r.explosion.confirmed) for r in found), len(found)
 
     assert exploded("production", "fa2_o_fp32") == (0, 8) and exploded("mini", "fa2") == (8, 8)
-    assert exploded("sites", "only_o") == (4, 4) and "four of four explode" in intro
-    assert exploded("sites", "only_l") == (4, 4) and "row sum ℓ alone in BF16 four of four" in intro
+    assert exploded("sites", "only_o") == (4, 4) and "of O where δ reads it" in intro
+    assert exploded("sites", "only_l") == (4, 4) and "row sum ℓ, in four of four each" in intro
     assert exploded("amount", "p_e8m5_dp") == (0, 4) and "P∘dP none of four explodes" in intro
-    assert exploded("sites", "only_p") == (0, 4) and "P alone none of four does" in intro
+    assert exploded("sites", "only_p") == (0, 4) and "P is not, in none of four" in intro
     assert exploded("drift", "bias-1x") == (4, 4) and "explodes four runs of four" in intro
     assert exploded("drift", "bias-eighth") == (1, 4) and "most of them, one of four" in intro
     assert REGISTRY["heads-sum-alone"].verdict == "refuted" and "in three runs of six" in intro
