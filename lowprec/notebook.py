@@ -256,9 +256,9 @@ def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = F
 
 
 def _show_lead(nb) -> None:
-    """Show the figure of the cell tagged `lead` a second time, under the first paragraphs.
+    """Show the figure of the cell tagged `lead` a second time, under the first paragraph.
 
-    The first cell is divided for it, before its header table.
+    The first cell is divided for it; its other paragraphs and its header table follow.
     """
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 
@@ -274,16 +274,15 @@ def _show_lead(nb) -> None:
             markup = markup.replace(f"{mark}{about['name']}-", f"{mark}lead-{about['name']}-")
         data = {"text/html": markup, "image/png": output.data["image/png"]}
         metadata = {"image/png": {"alt": about["alt"]}}
-        text, line, rest = nb.cells[0].source.partition("\n| | |\n")
+        title, first, *rest = nb.cells[0].source.split("\n\n", 2)
         lead = new_code_cell(
             f"# The figure {about['name']}, from below.",
             id="first-figure",
             metadata={"tags": ["remove-input"]},
             outputs=[new_output("display_data", data=data, metadata=metadata)],
         )
-        nb.cells[0].source = text.rstrip()
-        header = new_markdown_cell(line.lstrip() + rest, id="header")
-        nb.cells[1:1] = [lead, header] if line else [lead]
+        nb.cells[0].source = f"{title}\n\n{first}"
+        nb.cells[1:1] = [lead, *(new_markdown_cell(text, id="header") for text in rest)]
         return
 
 

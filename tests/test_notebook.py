@@ -184,7 +184,7 @@ def test_the_figure_tagged_lead_is_shown_first_too():
     about = dict(name="x", id="figure-x", alt="a", caption="c", hardware=None)
     data = {"text/html": shown, "image/png": "", notebook.FIGURE_MIME: about}
     head = "# A question\n\nAn answer."
-    table = "| | |\n|---|---|\n| Question | Which? |"
+    table = "More of it.\n\n| | |\n|---|---|\n| Question | Which? |"
     figure = new_code_cell("draw()", outputs=[new_output("display_data", data=data)])
     figure.metadata["tags"] = ["hide-input", "lead"]
     nb = new_notebook(cells=[new_markdown_cell(f"{head}\n\n{table}"), figure])
