@@ -228,13 +228,14 @@ def test_which_runs_an_h100_made(recorded):
     wanted = {("amount", arm, seed) for arm in arms.split() for seed in range(4)}
     wanted |= {("sites", "tile512", seed) for seed in range(4)} | {("amount", "o_acc_e8m8", 3)}
     wanted |= {("sites", arm, seed) for arm in ("only_l", "tile64") for seed in (2, 3)}
-    wanted |= {("sites", "only_dodo", 0), ("sites", "only_dodo", 1)}
+    wanted |= {("sites", arm, seed) for arm in ("only_dodo", "both") for seed in range(4)}
     wanted |= {("fp16", "fp16_s_fp32", seed) for seed in range(4)}
-    wanted |= {("batches", "fa2_4x", seed) for seed in range(4)}
+    wide = ("fa2_4x", "fa2_o_fp32_4x")
+    wanted |= {("batches", arm, seed) for arm in wide for seed in range(4)}
     assert there == wanted, (
         f"{MEND}, and rerun.md, data/README.md and the limits of pages 21, 23, 25 and 47"
     )
-    many = "17 runs of `amount`, ten of `sites` and four each of `fp16` and `batches`"
+    many = "17 runs of `amount`, 16 of `sites`, eight of `batches` and four of `fp16`"
     assert many in (BOOK / "rerun.md").read_text()
 
 
@@ -353,8 +354,7 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         "untying": set(),
         "silent": set(),
         "fp16": set(),
-        "batches": {("fa2_o_fp32_4x", seed) for seed in range(4)}
-        | {("fa2_16x", 0), ("fa2_o_fp32_16x", 0)},
+        "batches": {("fa2_16x", 0), ("fa2_o_fp32_16x", 0)},
         "crossed": set(),
         "outside": set(),
         "amount": set(),
@@ -381,10 +381,10 @@ def test_campaigns_as_far_as_they_have_run(recorded):
     assert not count[["qk_norm", "o_split", "decay"]].any(), "page 42 says none of four"
     sites = recorded["sites"].groupby("arm").seed.nunique()
     full = "paper paper_o_fp32 released released_o_fp32 only_o only_o_acc only_l only_p dp"
-    full += " tile64 tile512"
-    assert dict(sites) == dict.fromkeys(full.split(), 4) | {"only_dodo": 2}, MEND
+    full += " tile64 tile512 only_dodo both"
+    assert dict(sites) == dict.fromkeys(full.split(), 4), MEND
     calm = set(recorded["sites"][~recorded["sites"].exploded].arm)
-    assert calm == {"paper_o_fp32", "released_o_fp32", "only_p", "only_dodo"}, MEND
+    assert calm == {"paper_o_fp32", "released_o_fp32", "only_p", "only_dodo", "both"}, MEND
     for run in (*recorded["crossed"].run, *recorded["outside"].run):
         assert run.info["ended"] == "completed" and len(run.metrics) == 3000, MEND
     seen = recorded["untying"].groupby("arm").steps.unique().str[0]
@@ -854,6 +854,9 @@ def test_a_larger_batch_fails_sooner_in_the_same_layer(recorded):
     assert len(wide) == 4 and all(run.explosion.confirmed for run in wide), MEND
     assert all(run.explosion.onset < small[run.seed] for run in wide), MEND
     assert max(run.explosion.onset for run in wide) < 2000, "the limits of page 25"
+    fixed = chosen(recorded, "batches", "fa2_o_fp32_4x")
+    assert len(fixed) == 4 and not any(run.explosion for run in fixed), f"{MEND}, pages 25 and 44"
+    assert {len(run.metrics) for run in fixed} == {5000}, "the limits of page 25"
     for run in wide:
         table = run.probes[run.probes.step >= run.explosion.onset]
         first = table[table.step == table.step.min()]
@@ -861,6 +864,7 @@ def test_a_larger_batch_fails_sooner_in_the_same_layer(recorded):
     times = [run.explosion.onset / small[run.seed] * 4 for run in wide]
     assert 1.95 < min(times) and max(times) < 3.2, "two to three times, say page 25 and intro"
     tokens = json.loads((ROOT / "data/corpora/pysource.json").read_text())["tokens"]
+    assert round(5000 * 131_072 / tokens) == 4, "the limits of page 25"
     onsets = [run.explosion.onset * 131_072 / tokens for run in wide]
     onsets += [small[run.seed] * 32_768 / tokens for run in wide]
     ends = [f"{x:.1f}" for some in (onsets[:4], onsets[4:]) for x in (min(some), max(some))]
