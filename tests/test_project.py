@@ -131,6 +131,8 @@ def test_notebook_has_the_form_that_readers_and_papermill_rely_on(path):
     assert "check_parameters()" in "".join(code[1]["source"])
     leads = [cell["id"] for cell in code if "lead" in cell["metadata"].get("tags", [])]
     assert len(leads) == 1, "tag the cell of the figure that a reader should see first with `lead`"
+    shown = [cell["id"] for cell in code if re.search(r'["\n]##+ \w', "".join(cell["source"]))]
+    assert not shown, f"{shown}: a heading in an output is missing from the page's contents"
 
 
 def test_lint():

@@ -53,7 +53,8 @@ OTHER_OUTPUT = (
     ("mini", "o_fp32"), ("production", "fa2_o_fp32"), ("origin", "fa2_redrawn"),
     ("remedies", "fa2_dp", "fa2_stochastic_o_fp32"), ("rivals", "o_split"),
     ("halves", "torch_o_fp32"), ("swapped", "torch_redrawn"), ("held", "decay_o_fp32"),
-    ("fp16", "fp16_o_fp32"), ("sites", "paper_o_fp32", "released_o_fp32"),
+    ("fp16", "fp16_o_fp32"), ("sites", "paper_o_fp32", "released_o_fp32", "both"),
+    ("batches", "fa2_o_fp32_4x"),
 )  # fmt: skip
 MEND = "mend book/threats.md, which says otherwise"
 
@@ -288,7 +289,7 @@ def test_onsets_of_one_seed_are_not_alike(recorded):
 def test_the_variant_keeps_learning_and_survivors_are_not_healthy(recorded):
     for run in of_other_output(recorded):
         mean = runs.window_mean(run.metrics.loss)
-        assert excess(run).max() < 0.1 and mean[-1] < mean[5000], MEND
+        assert excess(run).max() < 0.1 and mean[-1] < mean[-2000], MEND
     survivors = [
         run
         for run in chosen(recorded, "explosion", "low", "fa2")
@@ -474,7 +475,7 @@ def test_one_layer_alone_and_single_heads(recorded):
     assert len(calm) == 16 and all(run.explosion is None for run in calm), MEND
     for run in calm:
         mean = runs.window_mean(run.metrics.loss)
-        assert len(mean) == 7000 and excess(run).max() < 0.1 and mean[-1] < mean[5000], MEND
+        assert len(mean) == 7000 and excess(run).max() < 0.1 and mean[-1] < mean[-2000], MEND
 
 
 def test_a_norm_can_grow_where_the_loss_is_well(recorded):
@@ -776,10 +777,8 @@ def test_page_23_how_much_each_rounding_makes(recorded):
     )
     else_says = "pages 23, 31, 37, 43, 44, intro, shelf and take_it_home say otherwise"
     assert all(five[s] < 1300 and six[s] < of_o[s] < numerator[s] for s in range(4)), else_says
-    assert 0.55 < added["p=e8m6"].min() < added["p=e8m6"].max() < 1.2, "the first screen of 23"
-    assert 0.8 < added["o_acc=bf16"].min() < added["o_acc=bf16"].max() < 1.15, "and there"
     intro = (BOOK / "intro.md").read_text()
-    assert "P explodes with one bit less and with two, and that the numerator" in intro
+    assert "in none of four, unless P has fewer bits than in BF16" in intro
     mended = chosen(recorded, "amount", "p_e8m5_dp")
     assert [run.explosion for run in mended] == [None] * 4, else_says
     assert all(take_offs(run, lag=200, every=200).empty for run in mended), else_says
