@@ -936,6 +936,18 @@ def test_predictions_by_campaign():
     assert REGISTRY["fix-centred-norm"].verdict == "inconclusive", MEND
 
 
+def test_what_first_screens_and_verdicts_say_in_words(recorded):
+    """Page 23: no prediction on recorded sums held, two conditions are met; page 42: its lists."""
+    books = "delta-dodo-noise delta-dodo-no-bias delta-numerator-bias delta-fa2-bias delta-dp"
+    assert {REGISTRY[id].verdict for id in books.split()} == {"refuted"}, "page 23 says otherwise"
+    exploded = recorded["rivals"].groupby("arm").exploded
+    none = "qk_norm o_split beta2_floor beta7_floor decay"
+    every = "lr_half clip_01 clip_03 warmup_4x gate softcap fp16"
+    assert not exploded.any()[none.split()].any() and exploded.all()[every.split()].all()
+    centred = recorded["remedies"].groupby("arm").exploded.sum()
+    assert not centred[["low_centred", "fa2_centred", "fa2_dp"]].any(), "page 42 says otherwise"
+
+
 def test_verdicts_that_the_argument_leans_on():
     held = "rounding-residual-large curvature-near-ties curvature-models common-healthy"
     held += " common-one-sequence drift-one-sequence spike-share gradient-how-wrong"
