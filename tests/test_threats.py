@@ -382,10 +382,11 @@ def test_campaigns_as_far_as_they_have_run(recorded):
     assert not count[["qk_norm", "o_split", "decay"]].any(), "page 42 says none of four"
     sites = recorded["sites"].groupby("arm").seed.nunique()
     full = "paper paper_o_fp32 released released_o_fp32 only_o only_o_acc only_l only_p dp"
-    full += " tile64 tile512 only_dodo both"
-    assert dict(sites) == dict.fromkeys(full.split(), 4), MEND
+    full += " tile64 tile512 only_dodo both only_s"
+    assert dict(sites) == dict.fromkeys(full.split(), 4) | {"only_p_bwd": 1}, MEND
     calm = set(recorded["sites"][~recorded["sites"].exploded].arm)
-    assert calm == {"paper_o_fp32", "released_o_fp32", "only_p", "only_dodo", "both"}, MEND
+    stable = "paper_o_fp32 released_o_fp32 only_p only_dodo both only_s only_p_bwd"
+    assert calm == set(stable.split()), MEND
     for run in (*recorded["crossed"].run, *recorded["outside"].run):
         assert run.info["ended"] == "completed" and len(run.metrics) == 3000, MEND
     seen = recorded["untying"].groupby("arm").steps.unique().str[0]
@@ -744,6 +745,10 @@ def test_page_23_which_single_roundings_are_enough(recorded, captures):
     assert all(run.explosion.confirmed and run.explosion.onset < 1400 for run in early), said
     assert [run.explosion for run in calm] == [None] * 4, said
     assert all(take_offs(run, lag=200, every=200).empty for run in calm), "so does page 44"
+    tying = chosen(recorded, "sites", "only_s")
+    assert [run.explosion for run in tying] == [None] * 4, f"{said}, and intro, shelf, page 35"
+    tied = [run.probes[["tied_rows", "rows"]].sum() for run in tying]
+    assert all(round(x.rows / x.tied_rows) in (18, 19, 20, 21, 22) for x in tied), "one in twenty"
     for name in captures:
         q, k, v, do = (captures[name].tensors[x] for x in ("q", "k", "v", "do"))
         off = {}
@@ -915,7 +920,7 @@ def test_predictions_by_campaign():
         sites="ran tile delta heads-sum-alone", crossed="rivals-crossed",
         outside="rivals-outside", amount="delta", batches="larger-batch",
     )  # fmt: skip
-    few = dict(layers=3, fp16=4, sites=11)  # two of five are others; some are several claims
+    few = dict(layers=3, fp16=4, sites=12)  # two of five are others; some are several claims
     rows = re.findall(r"^  \| `(\w+)`[^|]*\| ([^|]+) \|([^|]*)\|$", THREATS, re.MULTILINE)
     assert [name for name, *_ in rows] == list(of)
     every = []
