@@ -213,10 +213,13 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
     campaign: its name in data/runs, or its folder. arms: those that there must be.
     Raises `UserError` for a campaign without runs, or without one of `arms`.
     """
-    folder = data_root() / "runs" / campaign if isinstance(campaign, str) else Path(campaign)
+    folder = Path(campaign)
+    if isinstance(campaign, str) and not folder.is_absolute():
+        named = data_root() / "runs" / campaign
+        folder = named if named.is_dir() else at_root(campaign)
     paths = sorted(p.parent for p in folder.glob("[!.]*/run.json"))  # not unfinished ones
     if not paths:
-        raise UserError(f"campaign folder {folder.name!r} holds no run folders")
+        raise UserError(f"there are no run folders in {folder}; give a campaign's name or folder")
     rows = []
     for run in map(load_run, paths):
         e = run.explosion

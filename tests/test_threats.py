@@ -382,10 +382,10 @@ def test_campaigns_as_far_as_they_have_run(recorded):
     assert not count[["qk_norm", "o_split", "decay"]].any(), "page 42 says none of four"
     sites = recorded["sites"].groupby("arm").seed.nunique()
     full = "paper paper_o_fp32 released released_o_fp32 only_o only_o_acc only_l only_p dp"
-    full += " tile64 tile512 only_dodo both only_s"
-    assert dict(sites) == dict.fromkeys(full.split(), 4) | {"only_p_bwd": 1}, MEND
+    full += " tile64 tile512 only_dodo both only_s only_p_bwd only_dp only_ds"
+    assert dict(sites) == dict.fromkeys(full.split(), 4), MEND
     calm = set(recorded["sites"][~recorded["sites"].exploded].arm)
-    stable = "paper_o_fp32 released_o_fp32 only_p only_dodo both only_s only_p_bwd"
+    stable = "paper_o_fp32 released_o_fp32 only_p only_dodo both only_s only_p_bwd only_dp only_ds"
     assert calm == set(stable.split()), MEND
     for run in (*recorded["crossed"].run, *recorded["outside"].run):
         assert run.info["ended"] == "completed" and len(run.metrics) == 3000, MEND
@@ -749,6 +749,8 @@ def test_page_23_which_single_roundings_are_enough(recorded, captures):
     assert [run.explosion for run in tying] == [None] * 4, f"{said}, and intro, shelf, page 35"
     tied = [run.probes[["tied_rows", "rows"]].sum() for run in tying]
     assert all(round(x.rows / x.tied_rows) in (18, 19, 20, 21, 22) for x in tied), "one in twenty"
+    backward = chosen(recorded, "sites", "only_dodo", "only_p_bwd", "only_dp", "only_ds")
+    assert [run.explosion for run in backward] == [None] * 16, f"{said}, and intro, shelf"
     for name in captures:
         q, k, v, do = (captures[name].tensors[x] for x in ("q", "k", "v", "do"))
         off = {}
@@ -783,7 +785,7 @@ def test_page_23_how_much_each_rounding_makes(recorded):
     else_says = "pages 23, 31, 37, 43, 44, intro, shelf and take_it_home say otherwise"
     assert all(five[s] < 1300 and six[s] < of_o[s] < numerator[s] for s in range(4)), else_says
     intro = (BOOK / "intro.md").read_text()
-    assert "in none of four, unless P has fewer bits than in BF16" in intro
+    assert "the weights P, unless they have fewer bits than in BF16" in intro
     mended = chosen(recorded, "amount", "p_e8m5_dp")
     assert [run.explosion for run in mended] == [None] * 4, else_says
     assert all(take_offs(run, lag=200, every=200).empty for run in mended), else_says
