@@ -1117,7 +1117,8 @@ def test_what_the_first_page_counts(recorded):
     assert exploded("sites", "only_o") == (4, 4) and "of O where δ reads it" in intro
     assert exploded("sites", "only_l") == (4, 4) and "row sum ℓ, in four of four each" in intro
     assert exploded("amount", "p_e8m5_dp") == (0, 4) and "P∘dP none of four explodes" in intro
-    assert exploded("sites", "only_p") == (0, 4) and "P is not, in none of four" in intro
+    others = [f"only_{x}" for x in ("p", "s", "dodo", "dp", "p_bwd", "ds")]
+    assert exploded("sites", *others) == (0, 24) and "other sites alone none of four" in intro
     assert exploded("drift", "bias-1x") == (4, 4) and "explodes four runs of four" in intro
     assert exploded("drift", "bias-eighth") == (1, 4) and "most of them, one of four" in intro
     assert REGISTRY["heads-sum-alone"].verdict == "refuted" and "in three runs of six" in intro
