@@ -61,6 +61,11 @@ class Job:
     def logs(self) -> Path:
         return self.out.parent / ".logs"
 
+    @property
+    def lock(self) -> Path:
+        """What the process of the run holds, see `only_process`."""
+        return self.logs / f"{self.name}.lock"
+
     def spec(self) -> str:
         return json.dumps(
             dict(config=dataclasses.asdict(self.config), out=str(self.out.absolute()),
@@ -266,7 +271,9 @@ class Local:
             count = f"--nproc-per-node={self.processes}"
             words = ["-m", "torch.distributed.run", "--standalone", count, *words]
         seen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-        with open(self.log(job), "w") as log:
+        with contextlib.suppress(UserError), only_process(job.lock):
+            self.log(job).unlink(missing_ok=True)  # that of a run which goes on is kept
+        with open(self.log(job), "a") as log:
             return subprocess.Popen(
                 [sys.executable, *words], env=os.environ | seen,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,

@@ -152,6 +152,11 @@ def test_a_run_that_outlived_its_campaign_is_left_alone(file):
         job = campaign.load_campaign(file)[0]
         with pytest.raises(UserError, match="low-seed0 is being run by another process"):
             campaign.run_one(job.spec())
+        log = job.logs / f"{job.name}.txt"
+        before = log.read_text()
+        again = campaign.run_campaign(file)
+        assert "is being run by another process" in again["low-seed0"]
+        assert before and log.read_text().startswith(before)
         os.kill(pid, 0)
     finally:
         os.kill(pid, signal.SIGKILL)
