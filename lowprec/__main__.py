@@ -158,7 +158,8 @@ def probe(argv: list[str]) -> None:
 
         Args:
             model: a transformers folder or config.json, a run's checkpoint.pt, or a capture.
-            text: a text file, by default the committed tokens.
+            text: a text file, by default the committed text as GPT-2's tokens, which are noise to a
+                model with another vocabulary.
             policy: of attention, by default FA2 or what the run used.
             sequences: how many sequences of the text to read.
             length: tokens of a sequence.
@@ -178,7 +179,9 @@ def probe(argv: list[str]) -> None:
         if figure:
             affected.figure(result).savefig(figure, facecolor="white")
 
-    tyro.cli(command, prog="python -m lowprec probe", args=argv)
+    columns = "\n".join(f"- {name}: {words}" for name, words in affected.COLUMNS.items())
+    about = f"{probe.__doc__}\n\nColumns; it prints the ten heads of largest share:\n{columns}"
+    tyro.cli(command, prog="python -m lowprec probe", description=about, args=argv)
 
 
 def notebook(argv: list[str]) -> None:

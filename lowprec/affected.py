@@ -52,6 +52,27 @@ from lowprec.studies.directions import common_part
 SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
 BLOCKS = 16
 """Blocks of consecutive rows behind the interval of delta's bias."""
+GPT2_SIZES = 50257, 50304
+"""Of GPT-2's vocabulary, as it is and padded to a multiple of 64."""
+COLUMNS = {
+    "layer": "counted from 0, as heads are",
+    "head": "of queries",
+    "tied": "share of rows whose largest score is tied",
+    "o_bias": "sum of the errors of O, over the sum of the BF16 ulps of the exact O",
+    "delta_bias": "sum eps / sum |eps| over rows; eps is what rounding O makes delta wrong by",
+    "delta_low": f"lower end of its 95 % interval, from {BLOCKS} blocks of rows",
+    "delta_high": "upper end",
+    "share": "the error that eps makes in W_Q's gradient, over the exact gradient, in norm; "
+    f"an alarm needs {SHARE:g} and more",
+    "share_all": "the same with all that makes delta wrong",
+    "key_share": "size of the mean key, over the rms of the keys",
+    "common": "mean score of a row, averaged over the rows from the second on; "
+    f"an alarm needs {COMMON:g} and more, in size",
+    "tv": "how far rounding q and k moves P, in total variation; "
+    f"from {BROKEN:g} on the head computes something else",
+    "alarm": "whether both limits are reached",
+}
+"""The columns of `probe`, in words."""
 
 
 def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.DataFrame:
@@ -60,18 +81,14 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
     model: a transformers model, a GPT or a Capture; or a path, of a transformers folder, or of its
         config.json, whose weights are then random from `seed`, of a run's checkpoint.pt, or of a
         capture. A capture brings its own text.
-    text: a file; None for the committed tokens. It is cut into `sequences` of `length` tokens.
+    text: a file; None for the committed text, which is there as GPT-2's tokens only, noise to a
+        model with another vocabulary. It is cut into `sequences` of `length` tokens.
     policy: of attention; None for FA2, what production kernels do, or what the run used.
 
     The model runs in float32 on the CPU, and attention reads BF16 and rounds as the policy says.
-    One row a layer and head:
-        tied: share of rows whose largest score is tied
-        o_bias: sum (o - exact o) over the sum of the BF16 ulp of the exact
-        delta_bias, delta_low, delta_high: sum eps / sum |eps|, with a 95 % interval from blocks
-            of rows
-        share, share_all, common, tv: see above; key_share: |mean key| / rms |key|; alarm: bool
-    Exact is float64, on the q, k, v and do that attention got. Raises `UserError` for a path that
-    is none of these, a model without causal attention, too little text, or one that has failed.
+    One row a layer and head, with the columns of `COLUMNS`. Exact is float64, on the q, k, v
+    and do that attention got. Raises `UserError` for a path that is none of these, a model without
+    causal attention, too little text, or one that has failed.
     """
     if sequences < 1 or length < 1:
         raise UserError(f"sequences={sequences} and length={length} must be at least 1")
@@ -370,7 +387,11 @@ def _tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Te
             raise UserError(f"{sequences} x {length} " + few.format(sequences * length))
         smoke = data.load_tokens(runs.data_root() / "corpora" / "smoke.safetensors")
         tokens = data.batch(smoke, 0, seed, sequences, length)[0]
-        return tokens % vocab_size, "the committed text, in GPT-2's vocabulary"
+        words = "the committed text, in GPT-2's vocabulary"
+        if vocab_size not in GPT2_SIZES:
+            words += f", its numbers modulo {vocab_size:,}" if vocab_size < GPT2_SIZES[0] else ""
+            words += ": noise to a model that has another, so give it a text"
+        return tokens % vocab_size, words
     text = Path(text)
     if not text.is_file():
         raise UserError(f"there is no text {text}")

@@ -135,7 +135,10 @@ class TrainConfig:
                 raise UserError("a window is one uninterrupted run; set checkpoint_every=0")
         looks_inside = self.capture_at or self.capture_every or self.window
         if self.impl.startswith("sdpa") and looks_inside:
-            raise UserError(f"impl={self.impl!r} shows no intermediates; take impl='triton'")
+            raise UserError(
+                f"captures and windows need the numbers inside attention, which impl={self.impl!r} "
+                "does not show; take impl='auto', or set none of capture_at, capture_every, window"
+            )
         if self.amp == "fp16" and looks_inside:
             raise UserError("captures and windows are of BF16 or FP32 runs; set amp=True or False")
 

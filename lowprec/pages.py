@@ -145,23 +145,20 @@ def page_of(name: str, titles: dict[str, str]) -> str:
     return f"{{doc}}`/executed/{name}`" if name in titles else "to come"
 
 
-def claims_table(some: list[Claim], results) -> str:
-    """Some claims, with the measurement if a page made one."""
-    rows = []
+def claims_list(some: list[Claim], results) -> str:
+    """Some claims, each an item: its verdict and sentence, and what was measured if a page did."""
+    items = []
     for claim in some:
-        result = results.get(claim.id)
-        measured = result is not None and result.value is not None
-        rows.append(
-            {
-                "Verdict": in_words(claim, results),
-                "Claim": claim.sentence,
-                "Measured": result.text if measured else "",
-                "n": result.size if measured else "",
-                "Source": f"{{cite:t}}`{claim.source}`" if claim.source else "this book",
-                "Doubt it for": ", ".join(claims.threat_links(claim)),
-            }
-        )
-    return table(tuple(rows[0]), [row.values() for row in rows])
+        result, under = results.get(claim.id), []
+        if result is not None:
+            under.append(f"Measured: {result.measured()}.")
+        if claim.source:
+            under.append(f"Source: {{cite:t}}`{claim.source}`.")
+        if claim.threats:
+            under.append(f"Doubt it for: {', '.join(claims.threat_links(claim))}.")
+        words = [f"{in_words(claim, results)}: {claim.sentence}", " ".join(under)]
+        items.append("- " + "\\\n  ".join(filter(None, words)) + "\n")
+    return "".join(items)
 
 
 def by_page(registry: dict[str, Claim]) -> dict[str, list[Claim]]:
@@ -190,7 +187,7 @@ def all_claims(registry, results, titles) -> str:
     sections = []
     for name, some in by_page(registry).items():
         head = f"## {titles.get(name, name)}\n\nPage: {page_of(name, titles)}\n\n"
-        sections.append(head + claims_table(some, results))
+        sections.append(head + claims_list(some, results))
     return "\n".join(sections)
 
 

@@ -153,7 +153,8 @@ def test_the_command(hub, tmp_path, capsys):
     assert "No alarm in 8 head(s)" in out
     assert "Read: random weights of seed 0, and 4 x 64 tokens of some.txt, as bytes" in out
     assert (tmp_path / "f.png").stat().st_size > 5000
-    assert len((tmp_path / "t.csv").read_text().splitlines()) == 9
+    table = (tmp_path / "t.csv").read_text().splitlines()
+    assert len(table) == 9 and table[0].split(",") == list(affected.COLUMNS)
     assert __main__.main([*words[:2], "--text", str(tmp_path / "none.txt")]) == 2
     assert "there is no text" in capsys.readouterr().err
 
@@ -241,6 +242,21 @@ def test_an_output_that_cannot_be_written_is_said_before_any_work(tmp_path, caps
 def test_sizes_too_small(hub, sizes, words):
     with pytest.raises(UserError, match=words):
         affected.probe(small(hub, "gpt2"), **sizes)
+
+
+@pytest.mark.parametrize(
+    "size,words",
+    [
+        (300, ", its numbers modulo 300: noise to a model that has another, so give it a text"),
+        (60000, ": noise to a model that has another, so give it a text"),
+        (50257, ""),
+        (50304, ""),
+    ],
+)
+def test_without_a_text_it_says_what_was_read(size, words):
+    tokens, read = affected._tokens(None, None, size, 2, 64, 0)
+    assert read == "the committed text, in GPT-2's vocabulary" + words
+    assert tokens.shape == (2, 64) and tokens.max() < size
 
 
 def test_too_little_text(hub, tmp_path):
