@@ -788,12 +788,13 @@ def test_page_23_which_single_roundings_are_enough(recorded, captures):
     for name in captures:
         q, k, v, do = (captures[name].tensors[x] for x in ("q", "k", "v", "do"))
         off = {}
-        for site in "op":
+        for site in ("o", "p", "dp"):
             policy = PrecisionPolicy.parse(f"ALL_FP32+{site}=bf16")
             t = trace(q, k, v, do, policy, scale=captures[name].scale, impl="emulate")
             ds = (t.s - t.lse[..., None]).exp() * (t.dp - t.delta[..., None])
             off[site] = ds.sum(-1, dtype=torch.float64).norm()
         assert off["p"] < off["o"], f"{name}: {said}"
+        assert 0.4 < off["dp"] / off["o"] < 2, f"{name}: and page 31"
         t = trace(q, k, v, do, "ALL_FP32+p=e8m5", scale=captures[name].scale, impl="emulate")
         short = (t.p.sum(-1, dtype=torch.float64) / t.l - 1).mean()
         assert short < 0, f"{name}: the limits of page 23 say so"
