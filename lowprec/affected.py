@@ -118,7 +118,10 @@ def verdict(table: pd.DataFrame) -> str:
     )
     read = f"\nRead: {table.attrs['read']}." if "read" in table.attrs else ""
     if ill.empty:
-        return f"No alarm in {len(table)} head(s). The largest: {text[0].lower()}{text[1:]}.{read}"
+        return (
+            f"No alarm in {len(table)} head(s), which on little text proves nothing. The largest: "
+            f"{text[0].lower()}{text[1:]}.{read}"
+        )
     late = "it computes something else already" if worst.tv >= BROKEN else "it is still right"
     return (
         f"ALARM in {len(ill)} of {len(table)} head(s). {text}: {late}. The policy SAFE is for "

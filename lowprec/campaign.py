@@ -208,14 +208,18 @@ def run_campaign(
 
 
 def _otherwise(job: Job) -> str:
-    """What the configuration of a recorded run has otherwise than the campaign asks for now."""
+    """What a recorded run has otherwise than the campaign asks for now: settings, or the file."""
     if not job.out.exists():
         return ""
-    then = load_run(job.out).info["config"]
+    info = load_run(job.out).info
+    then = info["config"]
     now = json.loads(job.spec())["config"]
     ours = ("data", "device")  # recorded by name, and as it was chosen
     differ = [k for k in then if k in now and k not in ours and then[k] != now[k]]
-    return ", with " + ", ".join(f"{k}={then[k]}, not {now[k]}" for k in differ) if differ else ""
+    if differ:
+        return ", with " + ", ".join(f"{k}={then[k]}, not {now[k]}" for k in differ)
+    same = info.get("campaign_sha256", job.campaign) == job.campaign
+    return "" if same else ", when the campaign file had another text"
 
 
 def _watch(jobs: list[Job], where: Local | Cluster) -> dict[str, str]:

@@ -315,6 +315,10 @@ def judge(hypothesis: dict, value, n: int, interval=None, profile: str = "record
     hypothesis: the keys of a claim; id, notebook and verdict may be left out.
     """
     claim = parse({"id": "hypothesis", "notebook": "", "profile": PROFILES, **hypothesis})
+    if interval is not None and interval[0] > interval[1]:
+        raise UserError(f"the interval {tuple(interval)} ends before it begins")
+    if profile not in PROFILES:
+        raise UserError(f"there is no profile {profile!r}; take {', '.join(PROFILES)}")
     return _result(claim, value, n, interval, profile, note, False)
 
 
@@ -330,7 +334,7 @@ def _result(claim, value, n, interval, profile, note, registered, **how) -> Resu
 
 
 def main(argv: list[str]) -> None:
-    """Print the claims and their recorded verdicts; with --write, write the book's pages."""
+    """Print the claims, each with its verdict and page; with --write, write the book's pages."""
     parser = argparse.ArgumentParser(
         prog="python -m lowprec claims", description=main.__doc__, allow_abbrev=False
     )
@@ -342,4 +346,4 @@ def main(argv: list[str]) -> None:
         print(f"{len(pages.write(repo_root()))} generated pages and downloads")
         return
     for claim in load().values():
-        print(f"{claim.verdict:13} {claim.id}: {claim.sentence}")
+        print(f"{claim.verdict:13} {claim.notebook[:2]} {claim.id}: {claim.sentence}")

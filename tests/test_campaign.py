@@ -99,6 +99,9 @@ def test_only_some_of_its_runs(file):
     assert list(runs.load_runs(file.parent / "runs").name) == ["low-seed1"]
     again = run_campaign(file, out=file.parent / "runs", only=("low-seed1",), eps=1e-5)
     assert again == {"low-seed1": "recorded before, with eps=1e-08, not 1e-05"}
+    file.write_text(file.read_text() + "# another prediction\n")
+    again = run_campaign(file, out=file.parent / "runs", only=("low-seed1",))
+    assert again == {"low-seed1": "recorded before, when the campaign file had another text"}
 
 
 @pytest.mark.parametrize(
