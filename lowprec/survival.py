@@ -2,7 +2,8 @@
 
 A run that had not exploded when it ended is censored: its time is known to be longer than that.
 Curves are Kaplan and Meier's (J. Am. Stat. Assoc. 53, 1958), their intervals Greenwood's after two
-logarithms, both from scipy. Counts are compared by Fisher's exact test, times by the log-rank test.
+logarithms, both from scipy. Counts are compared by Fisher's exact test, times by the log-rank test,
+with the p of large samples or, for few runs, over all ways to deal them to the two arms.
 P values are adjusted for the number of arms compared by Holm's method (Scand. J. Stat. 6, 1979).
 
 What counts as an explosion, and when a run is censored, is decided in `lowprec.runs`.
@@ -123,8 +124,9 @@ def compare_arms(
     table: one row a run, of `lowprec.runs.load_runs`. others: the arms to compare, all by default;
     they are what Holm's correction counts, so name them before looking. test: "fisher", exact,
     of the numbers that exploded by `horizon`, the last step to which every run of both arms that
-    did not explode was followed; or "logrank", of the times, which relies on large n. Two-sided;
-    seeds count as independent samples of each arm.
+    did not explode was followed; "logrank", of the times, which relies on large n; "permutation",
+    exact, of the same statistic over all ways to deal the runs to the two arms (beyond 20,000 ways,
+    so many drawn). Two-sided; seeds count as independent samples of each arm.
 
     Returns columns `by`, n (runs), exploded (runs), median, low, high (steps, with the 95 %
     interval; inf where the curve or its band does not come down to one half), time (the same in
@@ -132,7 +134,7 @@ def compare_arms(
     if none of at least 8 runs exploded, at least 7 in 8 of at least 8 runs of the base did by the
     horizon, and p_holm < 0.05; without that an arm in which none exploded is "not seen in n".
     Raises `UserError` for an unknown arm, no arm to compare, or a seed that counts twice.
-    Source: scipy.stats.fisher_exact, scipy.stats.logrank; Holm 1979.
+    Source: scipy.stats.fisher_exact, logrank, permutation_test; Holm 1979.
     """
     groups = _groups(table, by)
     others = [name for name in groups if name != base] if others is None else list(others)
@@ -141,8 +143,8 @@ def compare_arms(
             raise UserError(f"there is no {by} {name!r}; take one of {', '.join(map(str, groups))}")
     if not others or base in others or len(set(others)) < len(others):
         raise UserError(f"name at least one other {by} than the base {base!r}, each once")
-    if test not in ("fisher", "logrank"):
-        raise UserError(f"test={test!r} must be fisher or logrank")
+    if test not in ("fisher", "logrank", "permutation"):
+        raise UserError(f"test={test!r} must be fisher, logrank or permutation")
     p = [_p_value(groups[base], groups[name], test) for name in others]
     rows = [{by: base, **_summary(groups[base]), "verdict": "base"}]
     for name, value, adjusted in zip(others, p, holm(p), strict=True):
@@ -239,9 +241,35 @@ def _p_value(base: pd.DataFrame, other: pd.DataFrame, test: str) -> float:
         with np.errstate(invalid="ignore"):  # 0/0 where no explosion could tell the arms apart
             p = stats.logrank(_times(base), _times(other)).pvalue
         return 1.0 if np.isnan(p) else float(p)
+    if test == "permutation":
+        return _permutation(base, other)
     step = _horizon(base, other)
     counts = [(k := _exploded_by(g, step), len(g) - k) for g in (base, other)]
     return float(stats.fisher_exact(counts).pvalue)
+
+
+def _permutation(base: pd.DataFrame, other: pd.DataFrame) -> float:
+    """The share of all ways to deal the runs to two arms whose log-rank statistic is as large."""
+    both = pd.concat([base, other])
+    ends, exploded = both.duration.to_numpy(), both.exploded.to_numpy(bool)
+    times = np.unique(ends[exploded])[:, None]
+    at_risk, hits = ends >= times, exploded & (ends == times)
+    n, d = at_risk.sum(1), hits.sum(1)
+
+    def statistic(first, second, axis):
+        """Of arms given by the numbers of their runs, (..., runs) -> (...)."""
+        share = np.moveaxis(at_risk[:, first].sum(-1), 0, -1) / n
+        off = np.moveaxis(hits[:, first].sum(-1), 0, -1) - d * share
+        variance = d * share * (1 - share) * (n - d) / np.maximum(n - 1, 1)
+        size = abs(off.sum(-1)) / np.sqrt(np.maximum(variance.sum(-1), np.finfo(float).tiny))
+        return np.where(variance.sum(-1) > 0, size, 0.0)
+
+    runs = np.split(np.arange(len(both)), [len(base)])
+    found = stats.permutation_test(
+        runs, statistic, vectorized=True, n_resamples=20_000, alternative="greater",
+        axis=-1, random_state=0,
+    )  # fmt: skip
+    return float(found.pvalue)
 
 
 def _verdict(base: pd.DataFrame, other: pd.DataFrame, p_holm: float) -> str:

@@ -94,6 +94,24 @@ def test_logrank_by_hand():
     assert scipy.stats.chi2.isf(row.p, 1) == pytest.approx((3 - expected) ** 2 / variance, rel=1e-9)
 
 
+@pytest.mark.parametrize("censored", [[], [2, 6], [5, 6, 7]])
+def test_the_permutation_test_is_the_count_over_all_arrangements(censored):
+    """Of scipy's log-rank statistic, for all ways to deal eight runs to arms of three and five."""
+    ends, exploded = np.array([1, 2, 4, 3, 5, 5, 6, 7]), ~np.isin(np.arange(8), censored)
+
+    def statistic(first):
+        sides = (np.isin(np.arange(8), first), ~np.isin(np.arange(8), first))
+        times = (scipy.stats.CensoredData.right_censored(ends[i], ~exploded[i]) for i in sides)
+        return abs(scipy.stats.logrank(*times).statistic)
+
+    every = np.array([statistic(first) for first in combinations(range(8), 3)])
+    base, other = (
+        arm(x, ends[i], exploded[i]) for x, i in (("low", [0, 1, 2]), ("b", [*range(3, 8)]))
+    )
+    row = compare_arms(pd.concat([base, other]), "low", test="permutation").iloc[1]
+    assert row.p == pytest.approx((every >= statistic([0, 1, 2]) - 1e-9).mean())
+
+
 def test_medians():
     table = compare_arms(FREIREICH, "placebo").set_index("arm")
     assert table["median"].to_dict() == {"placebo": 8, "6-MP": 23}
@@ -171,7 +189,7 @@ def test_the_arms_named_are_what_is_corrected_for():
 def test_when_nothing_or_everything_explodes():
     never = pd.concat([FIXED.assign(arm="low"), FIXED])
     always = pd.concat([LOW, LOW.assign(arm="other")])
-    for test in ("fisher", "logrank"):
+    for test in ("fisher", "logrank", "permutation"):
         assert compare_arms(never, "low", test=test).p[1] == 1.0
         assert compare_arms(always, "low", test=test).p[1] == pytest.approx(1.0)
     single = compare_arms(pd.concat([LOW[:1], FIXED[:1]]), "low")
@@ -194,7 +212,7 @@ def test_the_recorded_campaign():
         (lambda t: compare_arms(t, "lwo"), "no arm 'lwo'; take one of low, fixed"),
         (lambda t: compare_arms(t, "low", ["low"]), "other arm than the base"),
         (lambda t: compare_arms(t, "low", []), "at least one other"),
-        (lambda t: compare_arms(t, "low", test="t"), "fisher or logrank"),
+        (lambda t: compare_arms(t, "low", test="t"), "fisher, logrank or permutation"),
         (lambda t: compare_arms(pd.concat([t, t]), "low"), "seed 0 twice"),
         (lambda t: kaplan_meier(t.drop(columns="duration")), "no column duration"),
     ],

@@ -16,9 +16,11 @@ from lowprec.attention import trace
 from lowprec.capture import Capture
 from lowprec.policy import PrecisionPolicy
 from lowprec.reference import oracle
-from lowprec.studies import alone, rivals, scores
+from lowprec.studies import alone, mixed_runs, rivals, scores
 from lowprec.studies.crossed import WAYS
+from lowprec.studies.deviation import estimate
 from lowprec.studies.heads import sums, take_offs
+from lowprec.studies.pairs import along
 from lowprec.studies.stabilised import retrace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -988,6 +990,27 @@ def test_what_first_screens_and_verdicts_say_in_words(recorded):
     assert not exploded.any()[none.split()].any() and exploded.all()[every.split()].all()
     centred = recorded["remedies"].groupby("arm").exploded.sum()
     assert not centred[["low_centred", "fa2_centred", "fa2_dp"]].any(), "page 42 says otherwise"
+    runs_ = [*recorded["rivals"].run, *recorded["remedies"].run]
+    rose = {}
+    for run in (run for run in runs_ if run.info["arm"] in [*none.split(), *centred.index]):
+        found = not take_offs(run, lag=200, every=200).empty
+        rose[run.info["arm"]] = rose.get(run.info["arm"], 0) + found
+    assert {arm: count for arm, count in rose.items() if count} == {
+        "beta2_floor": 2, "decay": 4, "low_centred": 1
+    }, "page 42 and the first page say otherwise"  # fmt: skip
+    judged = "delta-is-most split-is-enough dp size-stays centred stochastic-larger".split()
+    verdicts = [REGISTRY[f"rivals-{name}"].verdict for name in judged]
+    assert verdicts == ["refuted"] * 4 + ["supported"] * 2, "four of six, says page 42"
+    assert REGISTRY["rivals-held-share"].verdict == "refuted", "page 42 says otherwise"
+
+
+def test_page_43_one_capture_apart_the_errors_of_a_sequence_add_up_to_about_as_much():
+    record = sorted((ROOT / "data/peers").glob("*.json"))[-1]
+    table = pd.DataFrame(json.loads(record.read_text())["captures"])
+    size = table.pivot(index="capture", columns="program", values="gradient")
+    ratio = size[["flash", "cuDNN", "efficient", "flex"]].div(size.FA2, axis=0).stack()
+    assert len(ratio) == 28 and 0.24 < ratio["fa2-b-seed4-1580", "cuDNN"] < 0.26, MEND
+    assert ratio.drop(("fa2-b-seed4-1580", "cuDNN")).between(0.5, 2).all(), MEND
 
 
 def test_verdicts_that_the_argument_leans_on():
@@ -1185,3 +1208,65 @@ def test_page_37_how_large_the_sum_is_beside_its_law():
     total = table[table.way == "FP16"].groupby(["arm", "seed"])[["eps", "eps_sq"]].sum()
     law = total.eps / (32 * 1024 * total.eps_sq)
     assert len(law) == 16 and 0.45 < law.min() < law.max() < 0.95, "half to nine tenths"
+
+
+def test_page_62_whom_the_yardstick_warns_of(recorded):
+    page = json.loads((ROOT / "notebooks/62_do_weights_drift_apart.ipynb").read_text())
+    first = " ".join("".join(page["cells"][0]["source"]).split())
+    assert "before that most runs of both are near, and at the onset all are far" in first
+    found = {(r.arm, r.seed): r.run for r in recorded["mini"].itertuples()}
+
+    def gaps(a, b):
+        """At each probe: in loss, so far, and of σ(W_Q) of the mean and of the largest head."""
+        a_loss, b_loss = (pd.Series(runs.window_mean(run.metrics.loss)) for run in (a, b))
+        loss = ((a_loss - b_loss).dropna().loc[50:] ** 2).expanding().mean() ** 0.5
+        a_sigma, b_sigma = (run.probes.pivot(index="step", columns=["layer", "head"],
+                                             values="sigma_q") for run in (a, b))  # fmt: skip
+        sigma = (a_sigma - b_sigma).dropna().abs()
+        return [loss, sigma.mean(axis=1), sigma.max(axis=1)]
+
+    seeds = [seed for arm, seed in found if arm == "o_fp32"]
+    healthy = [gaps(found["o_fp32", i], found["o_fp32", j]) for i in seeds for j in seeds if i < j]
+    bound = [pd.concat(of, axis=1).median(axis=1) for of in zip(*healthy, strict=True)]
+    within = {}
+    for arm in ("low", "fa2"):
+        for seed in seeds:
+            run, apart = found[arm, seed], gaps(found[arm, seed], found["o_fp32", seed])
+            onset, taken = run.explosion.onset, take_offs(run).step.min()
+            assert onset - taken > 500 if arm == "low" else onset - taken < 500
+            for k, step in enumerate((onset - 500, taken - 100, onset)):
+                at = [(r / b).loc[:step] for r, b in zip(apart, bound, strict=True)]
+                ratio = [r.dropna().iloc[-1] for r in at]
+                within.setdefault((arm, k), []).append([x <= 1 for x in ratio])
+    counts = {key: np.sum(rows, axis=0).tolist() for key, rows in within.items()}
+    assert counts["low", 0] == [0, 0, 0] and counts["fa2", 0] == [7, 8, 7]
+    assert counts["low", 1] == [8, 8, 5] and counts["fa2", 1] == [7, 8, 6]
+    assert counts["low", 2] == counts["fa2", 2] == [0, 0, 0]
+    assert "a head has taken off in every run of `LOW`" in (BOOK / "shelf.md").read_text()
+
+
+def test_page_62_what_stays_further_away():
+    table = pd.read_parquet(ROOT / "data/runs/pairs/weights.parquet")
+    pairs = {"tiles": "bf16_flash:bf16", "FA2": "fa2:bf16", "BF16": "bf16:fp32",
+             "batches": "order:fp32", "seeds": "fp32:fp32"}  # fmt: skip
+    rms, moved = ({name: along(table, pair, column).iloc[-1] for name, pair in pairs.items()}
+                  for column in ("rms", "moved"))  # fmt: skip
+    way = {name: round(100 * float((rms[name] / moved[name]).median()), 1) for name in pairs}
+    assert way == {"tiles": 7.4, "FA2": 8.7, "BF16": 8.8, "batches": 30.8, "seeds": 141.5}
+    assert REGISTRY["weights-flash-seeds"].verdict == "supported"
+    assert REGISTRY["weights-size-forgotten"].verdict == "supported"
+
+
+def test_page_63_what_the_first_screen_says():
+    found = {name: mixed_runs.load(name, ROOT / "data/mixed")[1]
+             for name in ("digits", "text", "gpt", "digits-many", "text-many")}  # fmt: skip
+    loss = {n: t.pivot(index="seed", columns="arm", values="loss") for n, t in found.items()}
+    assert [len(loss[name]) for name in ("digits-many", "text-many", "gpt")] == [64, 64, 3]
+    for name in ("digits-many", "text-many"):
+        for arm, base in (("bf16", "fp32"), ("bf16-truncated", "bf16"), ("fp16", "fp32")):
+            e = estimate((loss[name][arm] - loss[name][base]).tolist())
+            assert e.low < 0 < e.high, "not seen to cost"
+    ends = {name: t[t.arm == "fp16"].vanished_logits.mean() for name, t in found.items()}
+    assert ends["text"] < 0.5 < ends["digits"] < 0.9 < ends["gpt"], "more than half, nearly all"
+    assert REGISTRY["bfloat-gpt-fp16"].verdict == "supported"
+    assert REGISTRY["bfloat-pure"].verdict == "refuted", "a copy gains less than expected"

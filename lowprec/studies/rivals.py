@@ -47,10 +47,10 @@ def delta_error(t) -> torch.Tensor:
 
 def effect(row, base) -> str:
     """One word on an arm of training: what became of the time, or its verdict if no run exploded or
-    it has fewer than four, too few for a test that relies on large numbers.
+    it has fewer than four.
 
     row, base: of the arm and of what it was compared with, in `lowprec.survival.compare_arms` with
-    the log-rank test.
+    the permutation test.
     """
     if row.exploded == 0 or row.n < 4:
         return row.verdict
