@@ -396,7 +396,7 @@ def run_one(spec: str, device: str = "auto") -> None:
     if job["config"]["device"] == "auto":
         job["config"]["device"] = device
     out = Path(job["out"])
-    lock = only_process(out.parent / ".logs" / f"{out.name}.lock")
+    lock = only_process(Job(job["arm"], None, out).lock)
     with lock if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
         train(TrainConfig(**job["config"]), out, job["arm"], True, job["campaign"])
 
