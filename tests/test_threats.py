@@ -376,12 +376,14 @@ def test_campaigns_as_far_as_they_have_run(recorded):
     arms = "beta2 beta7 beta2_floor beta7_floor clip_01 decay dither eps_1e5 gate o_split qk_norm"
     arms += " offset_1 p_rounded softcap clip_03 fp16 offset_2 warmup_4x"
     seeds = table.groupby("arm").seed.nunique()
-    assert dict(seeds) == dict.fromkeys(arms.split(), 4) | {"lr_half": 3}, MEND
+    assert dict(seeds) == dict.fromkeys(arms.split(), 4) | {
+        "lr_half": 3, "o_split": 7, "beta2_floor": 8
+    }, MEND  # fmt: skip
     count = table.groupby("arm").exploded.sum()
     assert [count[arm] for arm in ("clip_01", "clip_03", "warmup_4x", "eps_1e5", "lr_half")] == [
         4, 4, 4, 2, 3
     ], MEND  # fmt: skip
-    assert not count[["qk_norm", "o_split", "decay"]].any(), "page 42 says none of four"
+    assert not count[["qk_norm", "o_split", "decay"]].any(), "the first page says none"
     sites = recorded["sites"].groupby("arm").seed.nunique()
     full = "paper paper_o_fp32 released released_o_fp32 only_o only_o_acc only_l only_p dp"
     full += " tile64 tile512 only_dodo both only_s only_p_bwd only_dp only_ds"
@@ -684,6 +686,7 @@ def test_page_46_silence(recorded):
     assert (share.loc[1400] > 0.95).all() and share.loc[2400].mean() < 0.8
     muted, late = (chosen(recorded, "silent", arm) for arm in ("tied_muted", "tied_muted_late"))
     ruled = chosen(recorded, "rivals", "beta2_floor", "beta7_floor")
+    ruled = [run for run in ruled if run.seed < 4]
     ruled += loud + chosen(recorded, "ties", "untied")
     assert (len(muted), len(late), len(ruled)) == (4, 4, 16), "the page has them in a table"
     for run in muted + late + ruled:
@@ -996,7 +999,7 @@ def test_what_first_screens_and_verdicts_say_in_words(recorded):
         found = not take_offs(run, lag=200, every=200).empty
         rose[run.info["arm"]] = rose.get(run.info["arm"], 0) + found
     assert {arm: count for arm, count in rose.items() if count} == {
-        "beta2_floor": 2, "decay": 4, "low_centred": 1
+        "beta2_floor": 3, "decay": 4, "low_centred": 1
     }, "page 42 and the first page say otherwise"  # fmt: skip
     judged = "delta-is-most split-is-enough dp size-stays centred stochastic-larger".split()
     verdicts = [REGISTRY[f"rivals-{name}"].verdict for name in judged]
