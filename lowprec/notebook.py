@@ -17,6 +17,7 @@ import html
 import os
 import platform
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -179,7 +180,7 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
             raise _sentence(source, error) or error from None
     seconds = time.monotonic() - start
     name = f"forks/{source.stem}" if source.parent.name == "forks" else source.stem
-    nb = as_page(nb, name, profile, seconds, keep_injected=bool(parameters))
+    nb = as_page(nb, name, profile, seconds, parameters)
     if profile == "recorded" and not parameters:
         from lowprec import claims
 
@@ -216,10 +217,14 @@ def _show_verdict(output) -> None:
         output.data["text/markdown"] = result.myst(target=result.registered)
 
 
-def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = False):
-    """What papermill returned, as a page: cleaned, with provenance and the rerun cell."""
+def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None = None):
+    """What papermill returned, as a page: cleaned, with provenance and the rerun cell.
+
+    A page with `parameters` of its own is no page of the book: its verdicts stay plain Markdown,
+    and it offers nothing to download.
+    """
     nb = copy.deepcopy(nb)
-    if not keep_injected:
+    if not parameters:
         nb.cells = [c for c in nb.cells if "injected-parameters" not in c.metadata.get("tags", [])]
     outputs = [o for c in nb.cells if c.cell_type == "code" for o in c.outputs]
     for cell in nb.cells:
@@ -230,7 +235,8 @@ def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = F
             cell.outputs = [o for o in outs if o.get("data", {}).get("text/markdown") != ""]
     for output in outputs:
         _scrub(output)
-        _show_verdict(output)
+        if not parameters:
+            _show_verdict(output)
     about = {
         "notebook": name,
         "profile": profile,
@@ -250,7 +256,7 @@ def as_page(nb, name: str, profile: str, seconds: float, keep_injected: bool = F
         "language_info": {"name": "python", "pygments_lexer": "ipython3"},
         "lowprec": about,
     }
-    nb.cells.insert(1, _rerun_cell(about))
+    nb.cells.insert(1, _rerun_cell(about, parameters or {}))
     _show_lead(nb)
     return nb
 
@@ -333,7 +339,7 @@ def hardware(profile: str = "recorded") -> str:
     return f"{os.cpu_count()}-core CPU ({names[0] if names else platform.machine()})"
 
 
-def _rerun_cell(about: dict):
+def _rerun_cell(about: dict, parameters: dict):
     """The markdown cell after the title: how to rerun, what to download, what ran where."""
     from nbformat.v4 import new_markdown_cell
 
@@ -356,17 +362,18 @@ def _rerun_cell(about: dict):
         badges.append(f"Computed on this page: {links(computed)}.")
     for machine, figures in recorded.items():
         badges.append(f"Drawn from runs recorded on {html.escape(machine)}: {links(figures)}.")
-    if not name.startswith("forks/"):  # the book offers its own pages only
+    if not parameters and not name.startswith("forks/"):  # the book offers its own pages only
         badges.append(
             f'Download <a href="{folder}/source.ipynb" download="{name}.ipynb">the notebook</a> '
             f'or\n<a href="{folder}/executed.ipynb" download="{name}-executed.ipynb">this page, '
             "executed</a>."
         )
     items = "\n".join(f"<li>{badge}</li>" for badge in badges)
+    given = "".join(f" -p {key} {shlex.quote(str(value))}" for key, value in parameters.items())
     text = f"""Rerun this page:
 
 ```shell
-papermill notebooks/{name}.ipynb out.ipynb -f notebooks/profiles/{profile}.yaml
+papermill notebooks/{name}.ipynb out.ipynb -f notebooks/profiles/{profile}.yaml{given}
 ```
 
 <ul class="lowprec-provenance">

@@ -151,6 +151,15 @@ def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
     nbformat.validate(page)
 
 
+def test_a_page_with_parameters_says_so_and_reads_without_the_book(tmp_path):
+    source = write_notebook(tmp_path / "11_question.ipynb", VERDICT)
+    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke", {"seeds": 7})
+    rerun = page.cells[1].source
+    assert "-f notebooks/profiles/smoke.yaml -p seeds 7\n" in rerun and "Download" not in rerun
+    verdict = page.cells[-1].outputs[0].data["text/markdown"]
+    assert verdict.startswith("**Supported.** Two is small.") and "cite" not in verdict
+
+
 def test_a_failed_execution_keeps_the_older_page(tmp_path):
     source = write_notebook(tmp_path / "11_question.ipynb", "1 / 0")
     output = tmp_path / "page.ipynb"
