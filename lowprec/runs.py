@@ -11,6 +11,7 @@ What happened to a run is decided here and nowhere else, by `find_explosion`.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import json
 import os
@@ -219,7 +220,10 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
         folder = named if named.is_dir() else at_root(campaign)
     paths = sorted(p.parent for p in folder.glob("[!.]*/run.json"))  # not unfinished ones
     if not paths:
-        raise UserError(f"there are no run folders in {folder}; give a campaign's name or folder")
+        known = [path.name for path in (data_root() / "runs").glob("*")]
+        close = difflib.get_close_matches(str(campaign), known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "give a campaign's name or folder"
+        raise UserError(f"there are no run folders in {folder}; {hint}")
     rows = []
     for run in map(load_run, paths):
         e = run.explosion

@@ -164,6 +164,8 @@ def shorten(path):
 def test_empty_campaign(tmp_path):
     with pytest.raises(UserError, match="no run folders"):
         load_runs(tmp_path)
+    with pytest.raises(UserError, match=r"did you mean rivals\?"):
+        load_runs("rivels")
 
 
 def test_the_repository_matches_its_manifest():
