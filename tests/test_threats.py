@@ -1018,7 +1018,7 @@ def test_page_43_one_capture_apart_the_errors_of_a_sequence_add_up_to_about_as_m
 
 def test_verdicts_that_the_argument_leans_on():
     held = "rounding-residual-large curvature-near-ties curvature-models common-healthy"
-    held += " common-one-sequence drift-one-sequence spike-share gradient-how-wrong"
+    held += " drift-one-sequence spike-share gradient-how-wrong"
     held += " peers-errors peers-delta weights-size-forgotten weights-again bias-once drift-repeat"
     held += " layer-alone layer-others-alone layer-without delta-fa2-fp32-output"
     held += " larger-sum-before larger-specimen-repeats larger-specimen-direction"
