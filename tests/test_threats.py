@@ -676,6 +676,18 @@ def test_page_46_weights_below_1_without_silence(recorded):
     assert sum(run.probes.step.max() < 799 for run in bare) == 8, "intro"
 
 
+def test_page_38_which_take_offs_come_before_step_1400(recorded):
+    gone = {}
+    for campaign, arm in (
+        ("mini", "low"), ("origin", "low_stochastic"), ("mini", "fa2"), ("origin", "fa2_stochastic")
+    ):  # fmt: skip
+        some = [run for run in chosen(recorded, campaign, arm) if run.seed < 4]
+        first = [take_offs(run, lag=200, every=200).step.min() for run in some]
+        gone[arm] = sum(step < 1400 for step in first), len(first)
+    assert gone["low"] == gone["low_stochastic"] == (4, 4), MEND
+    assert 0 < gone["fa2"][0] + gone["fa2_stochastic"][0] < 8, MEND
+
+
 def test_page_46_silence(recorded):
     loud = chosen(recorded, "held", "untied_loud")
     assert all(run.explosion is None and not take_offs(run, 2, 200).empty for run in loud)
