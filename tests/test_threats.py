@@ -377,7 +377,7 @@ def test_campaigns_as_far_as_they_have_run(recorded):
     arms += " offset_1 p_rounded softcap clip_03 fp16 offset_2 warmup_4x"
     seeds = table.groupby("arm").seed.nunique()
     assert dict(seeds) == dict.fromkeys(arms.split(), 4) | {
-        "lr_half": 3, "o_split": 7, "beta2_floor": 8
+        "lr_half": 3, "o_split": 8, "beta2_floor": 8, "beta7_floor": 5
     }, MEND  # fmt: skip
     count = table.groupby("arm").exploded.sum()
     assert [count[arm] for arm in ("clip_01", "clip_03", "warmup_4x", "eps_1e5", "lr_half")] == [
@@ -1003,6 +1003,7 @@ def test_what_first_screens_and_verdicts_say_in_words(recorded):
     none = "qk_norm o_split beta2_floor beta7_floor decay"
     every = "lr_half clip_01 clip_03 warmup_4x gate softcap fp16"
     assert not exploded.any()[none.split()].any() and exploded.all()[every.split()].all()
+    assert exploded.count()[["beta2_floor", "beta7_floor"]].sum() == 13, "page 42 says otherwise"
     centred = recorded["remedies"].groupby("arm").exploded.sum()
     assert not centred[["low_centred", "fa2_centred", "fa2_dp"]].any(), "page 42 says otherwise"
     runs_ = [*recorded["rivals"].run, *recorded["remedies"].run]
