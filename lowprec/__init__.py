@@ -20,6 +20,15 @@ class UserError(Exception):
         return [f"lowprec: {self}"]
 
 
+def yaml_fault(error) -> str:
+    """What is wrong in a YAML file, and where, in one line."""
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    mark = getattr(error, "problem_mark", None)
+    where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    hint = "; quote a text that has ': ' in it" if problem.startswith("mapping values") else ""
+    return f"{problem}{where}{hint}"
+
+
 def entry(main) -> None:
     """Run the `main` of a module as a command: a `UserError` is its message and status 2."""
     import sys

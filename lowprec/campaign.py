@@ -31,7 +31,7 @@ from pathlib import Path
 
 import yaml
 
-from lowprec import UserError
+from lowprec import UserError, yaml_fault
 from lowprec.progress import Table, table_row
 from lowprec.runs import at_root, load_run, make_folder, sha256
 
@@ -107,7 +107,7 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
     for arm, changes in spec["arms"].items():
         where = f"{path.name}: arm {arm}"
         if not re.fullmatch(r"\w[\w.+-]*", str(arm)):
-            raise UserError(f"{where} names folders; take letters, digits and . + -")
+            raise UserError(f"{where} names folders; take letters, digits and _ . + -")
         changes = dict(changes)
         seeds = changes.pop("seeds", None)
         whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
@@ -135,7 +135,7 @@ def _read(path: Path) -> dict:
     except OSError:
         raise UserError(f"there is no campaign file {path}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path.name} is not valid YAML: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path.name} is not valid YAML: {yaml_fault(error)}") from None
     for key in set(spec if isinstance(spec, dict) else ()) - set(KEYS):
         raise UserError(f"{path.name} has an unknown key {key}; it takes {', '.join(KEYS)}")
     if not isinstance(spec, dict) or not spec.get("arms") or not spec.get("question"):
@@ -200,6 +200,9 @@ def run_campaign(
             raise UserError(f"{job.name}: {error}; leave it out with --only") from None
     result = {job.name: "recorded before" + _otherwise(job) for job in jobs}
     if missing:
+        for name, text in result.items():
+            if text.startswith("recorded before, with"):
+                print(f"{name}: {text}", file=sys.stderr)
         local = slurm is None
         where = Local(missing, gpus, processes) if local else Cluster(missing, gpus, slurm)
     if out is not None and not (Path(out) / "campaign.yaml").exists():
@@ -215,11 +218,26 @@ def _otherwise(job: Job) -> str:
     then = info["config"]
     now = json.loads(job.spec())["config"]
     ours = ("data", "device")  # recorded by name, and as it was chosen
-    differ = [k for k in then if k in now and k not in ours and then[k] != now[k]]
+    differ = [f"{k}={then[k]}, not {now[k]}"
+              for k in then if k in now and k not in ours and then[k] != now[k]]  # fmt: skip
+    differ += _other_tokens(info.get("data_sha256"), job)
     if differ:
-        return ", with " + ", ".join(f"{k}={then[k]}, not {now[k]}" for k in differ)
+        return ", with " + ", ".join(differ)
     same = info.get("campaign_sha256", job.campaign) == job.campaign
     return "" if same else ", when the campaign file had another text"
+
+
+def _other_tokens(then: str | None, job: Job) -> list[str]:
+    """That a run was recorded with other tokens than are now where the campaign looks for them."""
+    from lowprec.data import load_tokens
+
+    try:
+        now = load_tokens(at_root(job.config.data), verify=False)
+    except UserError:  # recorded elsewhere, and nothing to train here
+        return []
+    if then in (None, now.sha256):
+        return []
+    return [f"tokens of sha256 {then[:8]}…, not {now.name}, {now.sha256[:8]}…"]
 
 
 def _watch(jobs: list[Job], where: Local | Cluster) -> dict[str, str]:
@@ -418,9 +436,14 @@ def only_process(lock: Path):
 
 
 def outcome(job: Job, log: Path) -> str:
-    """How a run that is over went: "done in N s" or "failed (WHY), see LOG"."""
+    """How a run that is over went: "done in N s, exploded at STEP" or "failed (WHY), see LOG"."""
     if job.out.exists():
-        return f"done in {load_run(job.out).info['seconds']:.0f} s"
+        run = load_run(job.out)
+        went = f"done in {run.info['seconds']:.0f} s"
+        if rise := run.explosion:
+            seen = "exploded" if rise.confirmed else "loss rose, unconfirmed,"
+            went += f", {seen} at step {rise.onset:,}"
+        return went
     text = log.read_text(errors="replace") if log.exists() else ""
     rank = r"^(?:\[rank\d+\]: )?"
     # Of several processes the first to fail has the reason; then the others lose it, and torchrun

@@ -24,7 +24,7 @@ import operator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec import UserError
+from lowprec import UserError, yaml_fault
 from lowprec.notebook import CLAIM_MIME, PROFILES, minus
 
 OPERATORS = {
@@ -239,7 +239,7 @@ def _read(path: Path, changed: int) -> dict[str, Claim]:
     try:
         entries = yaml.safe_load(path.read_text()) or []
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path.name} is not valid YAML: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path.name} is not valid YAML: {yaml_fault(error)}") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path.name} must be a list of claims, each with its keys")
     claims: dict[str, Claim] = {}

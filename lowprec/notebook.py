@@ -95,6 +95,8 @@ def _typed(name: str, annotation: str, value):
         raise UserError(f"parameter {name!r} is declared {annotation}: use {', '.join(TYPES)}")
     if annotation == "float" and type(value) is int:
         return float(value)
+    if annotation == "str" and type(value) in (int, float):  # -p reads 256 as a number
+        return str(value)
     if type(value) is not TYPES[annotation]:
         found = type(value).__name__
         raise UserError(f"parameter {name!r} takes {annotation} and was given {value!r} ({found})")
@@ -237,6 +239,8 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         _scrub(output)
         if not parameters:
             _show_verdict(output)
+        elif CLAIM_MIME in output.get("data", {}):
+            output.data["text/markdown"] += f"\n\n{_measured_with(parameters)}\n"
     about = {
         "notebook": name,
         "profile": profile,
@@ -259,6 +263,11 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
     nb.cells.insert(1, _rerun_cell(about, parameters or {}))
     _show_lead(nb)
     return nb
+
+
+def _measured_with(parameters: dict) -> str:
+    given = ", ".join(f"{name}={value!r}" for name, value in parameters.items())
+    return f"Measured with {given}; the sentence and its rule are about the page's own parameters."
 
 
 def _show_lead(nb) -> None:
@@ -426,4 +435,6 @@ def main(argv: list[str]) -> None:
     parts += [f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)]
     for verdict in about["verdicts"]:
         print(Result.from_dict(verdict))
+    if parameters and verdicts:
+        print(_measured_with(parameters))
     print(f"{args.output}: {', '.join(parts)}")

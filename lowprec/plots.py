@@ -12,6 +12,8 @@ import base64
 import html
 import io
 import re
+import tempfile
+from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -184,7 +186,8 @@ def save_figure(
     table: the numbers drawn, at most 400 kB as CSV. name: short and unique on its page, a-z, 0-9
     and "-". alt: what the figure shows, for a reader who cannot see it. runs: the recorded runs it
     is drawn from, as `lowprec.runs.Run` or a table with them in column `run`; their number, arms,
-    policies, seeds and hardware are shown. Those of a CPU were made on the page and are not named.
+    policies, seeds and hardware are shown. Those in the folder for temporary files were made on the
+    page and are not named.
     hardware: without runs, the machine that made the data, if it was not computed on this page; or
     that of each piece, "CPU" for one that was.
     """
@@ -210,9 +213,10 @@ def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[di
         )
     alt, caption = minus(alt), minus(caption)
     runs = list(getattr(runs, "run", runs)) if runs is not None else []
-    runs = [run for run in runs if run.hardware != "CPU"]
+    scratch = Path(tempfile.gettempdir()).resolve()
+    runs = [run for run in runs if scratch not in run.path.resolve().parents]
     if runs:
-        hardware = [run.hardware for run in runs]
+        hardware = ["a CPU" if run.hardware == "CPU" else run.hardware for run in runs]
     if hardware is not None and not isinstance(hardware, str):
         hardware = " and ".join(sorted(set(hardware) - {"CPU"})) or None
     about = {"name": name, "id": f"figure-{name}", "alt": alt, "caption": caption,

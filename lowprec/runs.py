@@ -94,6 +94,12 @@ class Run:
         return PrecisionPolicy.parse(self.info["config"]["policy"])
 
     @property
+    def layers(self) -> str:
+        """Layers and heads with a policy of their own: "1: FA2; 4/0,2: LOW", "" without any."""
+        own = self.info["config"].get("layers") or {}
+        return "; ".join(f"{place}: {policy}" for place, policy in own.items())
+
+    @property
     def seed(self) -> int:
         return self.info["config"]["seed"]
 
@@ -220,7 +226,7 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
         folder = named if named.is_dir() else at_root(campaign)
     paths = sorted(p.parent for p in folder.glob("[!.]*/run.json"))  # not unfinished ones
     if not paths:
-        known = [path.name for path in (data_root() / "runs").glob("*")]
+        known = [path.name for path in (data_root() / "runs").glob("*") if path != folder]
         close = difflib.get_close_matches(str(campaign), known, n=1)
         hint = f"did you mean {close[0]}?" if close else "give a campaign's name or folder"
         raise UserError(f"there are no run folders in {folder}; {hint}")
@@ -230,8 +236,8 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
         exploded = e is not None and e.confirmed
         rows.append(
             dict(
-                run=run, name=run.name, arm=run.info["arm"], policy=str(run.policy), seed=run.seed,
-                steps=len(run.metrics), exploded=exploded,
+                run=run, name=run.name, arm=run.info["arm"], policy=str(run.policy),
+                layers=run.layers, seed=run.seed, steps=len(run.metrics), exploded=exploded,
                 duration=e.onset if e else len(run.metrics), hardware=run.hardware,
                 ended=run.info["ended"],
             )

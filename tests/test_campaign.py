@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from lowprec import UserError, campaign, progress, runs, train
+from lowprec import UserError, campaign, data, progress, runs, train
 from lowprec.__main__ import main
 from lowprec.campaign import Slurm, run_campaign
 from lowprec.survival import load_arms
@@ -102,6 +102,27 @@ def test_only_some_of_its_runs(file):
     file.write_text(file.read_text() + "# another prediction\n")
     again = run_campaign(file, out=file.parent / "runs", only=("low-seed1",))
     assert again == {"low-seed1": "recorded before, when the campaign file had another text"}
+
+
+def test_what_was_recorded_otherwise_is_said_before_anything_starts(file, tmp_path, capfd):
+    out = tmp_path / "runs"
+    run_campaign(file, out=out, only=("low-seed0",))
+    tokens = data.load_tokens(runs.repo_root() / "data/corpora/smoke.safetensors")
+    data.write_shards(tokens.window(0, 5000), tmp_path / "other", "other", tokens.vocabulary)
+    capfd.readouterr()
+    result = run_campaign(file, out=out, only=("low-*",), data=str(tmp_path / "other"))
+    digest = data.load_tokens(tmp_path / "other").sha256[:8]
+    said = f"recorded before, with tokens of sha256 {tokens.sha256[:8]}…, not other, {digest}…"
+    assert result["low-seed0"] == said and result["low-seed1"].startswith("done in ")
+    shown = capfd.readouterr().err
+    assert shown.index(f"low-seed0: {said}") < shown.index("low-seed1  running")
+
+
+def test_how_a_run_went_says_whether_it_exploded(tmp_path):
+    recorded = runs.data_root() / "runs" / "mini"
+    for name, end in (("low-seed0", r", exploded at step [\d,]+"), ("o_fp32-seed0", "")):
+        job = campaign.Job("low", None, recorded / name)
+        assert re.fullmatch(r"done in \d+ s" + end, campaign.outcome(job, tmp_path / "no.log"))
 
 
 @pytest.mark.parametrize(

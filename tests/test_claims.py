@@ -166,7 +166,9 @@ def test_a_result_survives_the_notebook_file(registry):
 @pytest.mark.parametrize(
     "text, words",
     [(None, "there are no claims at .*claims.yml"), ("\xff", "claims.yml is not valid YAML"),
-     ("a: [", "claims.yml is not valid YAML"), ("- 3", "must be a list of claims"),
+     ("a: [", "claims.yml is not valid YAML.* in line 1, column 5"),
+     ("- id: a\n  note: b: c", "in line 2, column 10; quote a text that has ': ' in it"),
+     ("- 3", "must be a list of claims"),
      ("a: 1", "must be a list of claims")],
 )  # fmt: skip
 def test_a_damaged_claims_file_is_named(tmp_path, text, words):

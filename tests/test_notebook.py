@@ -67,6 +67,13 @@ def test_a_whole_number_is_a_float(monkeypatch):
     assert type(names["lr"]) is float
 
 
+def test_a_number_is_a_text_where_one_is_declared(monkeypatch):
+    declared = PARAMETERS + '\ntiles: str = "512 64"\n'
+    names = kernel(monkeypatch, declared, "# Parameters\ntiles = 64\n")
+    notebook.check_parameters()
+    assert names["tiles"] == "64"
+
+
 def test_a_cell_run_again_counts_in_its_last_form(monkeypatch):
     again = PARAMETERS.replace("seeds: int", "seed_count: int")
     kernel(monkeypatch, PARAMETERS, again, "# Parameters\nseed_count = 4\n")

@@ -6,6 +6,7 @@ import itertools
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from tempfile import gettempdir
 from types import SimpleNamespace
 
 import matplotlib
@@ -89,7 +90,7 @@ def run(arm, seed, policy="LOW", campaign="mini", hardware="NVIDIA H200", **conf
 def test_a_figure_names_the_runs_it_is_drawn_from():
     partner = "LOW+delta_from=o_fp32"
     several = [run("low", seed) for seed in (6, 0, 3, 1, 2, 0)]
-    several += [run("o_fp32", 4, partner), run("o_fp32", 5, partner, hardware="CPU")]
+    several += [run("o_fp32", 4, partner), run("o_fp32", 5, partner, f"{gettempdir()}/mini")]
     several += [run("one", 0, "FA2", "layers", layers={"1/2": partner}, impl="sdpa", tile=None)]
     said = [
         "Drawn from 7 runs of 3 arms",
@@ -111,6 +112,8 @@ def test_a_figure_names_the_runs_it_is_drawn_from():
     nothing = bundle(runs=several[-2:-1])[0]
     assert nothing[FIGURE_MIME]["runs"] == [] and "details" not in nothing["text/html"]
     assert "computed on this page" in nothing["text/html"]
+    own = bundle(runs=[run("mine", 0, hardware="CPU")])[0]
+    assert own[FIGURE_MIME]["runs"] and "recorded on a CPU" in own["text/html"]
 
 
 def test_the_data_of_a_figure_come_with_it():

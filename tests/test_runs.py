@@ -112,6 +112,9 @@ def test_a_campaign_counts_what_is_confirmed(tmp_path):
     onset = find_explosion(losses["exploded"]).onset
     assert table.duration.to_dict() == dict(exploded=onset, rising=onset + 500, calm=1500)
     assert table.steps.to_dict() == dict(exploded=2000, rising=2000, calm=1500)
+    assert set(table.layers) == {""}
+    own = load_runs("layers").set_index("arm").layers
+    assert set(own["only1"]) == {"1: FA2"} and own.ne("").all()
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ def test_the_pages_are_in_the_contents():
     parts = yaml.safe_load((BOOK / "_toc.yml").read_text())["parts"]
     files = [chapter["file"] for part in parts for chapter in part["chapters"]]
     assert set(PAGES) <= set(files)
+    executed = {f"executed/{path.stem}" for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")}
+    assert {file for file in files if file.startswith("executed/")} == executed, "mend _toc.yml"
 
 
 def test_campaigns_named_exist():
