@@ -19,9 +19,9 @@ carry much of e, so little text can miss a failing head: the more of it, the bet
 
 `share` is the statistic that runs record, and on which the limit was tested. It is what the stored
 output does to a delta that reads it, also under a policy whose delta reads something else.
-`share_all` is the same with everything that makes delta wrong: delta as the backward reads it, less
-delta in float64. The rounding of P is in it. No alarm reads it, so a model that fails by P alone
-gives none.
+`share_all` is the same with the whole error of the gradient, of every rounding of the policy: dQ as
+the backward has it, less dQ in float64. The rounding of P is in it. No alarm reads it, so a model
+that fails by P alone gives none.
 
 `tv` is how far rounding q and k moves P: 0.05 and more, and the head computes something else.
 """
@@ -64,7 +64,7 @@ COLUMNS = {
     "delta_high": "upper end",
     "share": "the error that eps makes in W_Q's gradient, over the exact gradient, in norm; "
     f"an alarm needs {SHARE:g} and more",
-    "share_all": "the same with all that makes delta wrong",
+    "share_all": "the same with the whole error of that gradient, of all roundings",
     "key_share": "size of the mean key, over the rms of the keys",
     "common": "mean score of a row, averaged over the rows from the second on; "
     f"an alarm needs {COMMON:g} and more, in size",
@@ -167,13 +167,12 @@ def _measure(call) -> dict[str, torch.Tensor]:
     half = stats.t.ppf(0.975, BLOCKS - 1) * error
     gradient = call.norms(seen["dq"])
 
-    def share(eps):
-        return call.norms(-call.scale * eps[..., None] * seen["mean_key"]) / gradient
+    moved = -call.scale * eps[..., None] * seen["mean_key"]
 
     return dict(
         tied=seen["tied"].mean((0, 2)), o_bias=seen["o_error"].sum(0) / seen["o_ulp"].sum(0),
         delta_bias=mean / size, delta_low=(mean - half) / size, delta_high=(mean + half) / size,
-        share=share(eps), share_all=share(seen["eps_all"]),
+        share=call.norms(moved) / gradient, share_all=call.norms(seen["dq_error"]) / gradient,
         key_share=torch.tensor([common_part(k) for k in full_k.unbind(1)], dtype=torch.float64),
         common=seen["common"].mean((0, 2)), tv=seen["moved"].mean((0, 2)),
     )  # fmt: skip
@@ -192,7 +191,7 @@ def _sequence(call, one: slice) -> dict[str, torch.Tensor]:
     moved = (p - scores.probabilities(full_q, full_k, call.scale)).abs().sum(-1) / 2
     return dict(
         tied=(t.ties > 1).double(), eps=t.delta_o.double() - t.delta_ref.double(),
-        eps_all=t.delta.double() - exact.delta, dq=exact.dq, mean_key=p @ k.double(),
+        dq_error=t.dq.double() - exact.dq, dq=exact.dq, mean_key=p @ k.double(),
         o_error=(t.o.double() - exact.o).sum((2, 3)),
         o_ulp=ulp(exact.o, BF16).sum((2, 3)), moved=moved[..., 1:],
         common=call.scale * (full_q * before).sum(-1)[..., 1:],
