@@ -114,6 +114,8 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
         if not whole or not seeds or len(set(seeds)) < len(seeds):
             raise UserError(f"{where} must list its seeds, each once: seeds: [0, 1, 2]")
         values = {**(spec.get("train") or {}), **changes, **overrides}
+        if "policy" not in values:
+            raise UserError(f"{where} must say its policy, such as policy: LOW")
         for name in values:
             if name not in names:
                 close = difflib.get_close_matches(str(name), names, n=1)

@@ -296,10 +296,18 @@ def check(
     )
 
 
-def compare(records: list[dict], path: Path | None = None) -> None:
-    """Raise `UserError` for the first verdict of an executed page that claims.yml does not have."""
+def compare(records: list[dict], path: Path | None = None, name: str = "") -> None:
+    """Raise `UserError` for the first verdict of an executed page that claims.yml does not have.
+
+    name: of the page; a claim of the book is checked on its own, or in a fork.
+    """
     recorded = load(path)
     for result in map(Result.from_dict, records):
+        if result.registered and name[:1].isdecimal() and result.claim.notebook != name:
+            raise UserError(
+                f"claim {result.claim.id} is checked in {name} and book/claims.yml has "
+                f"`notebook: {result.claim.notebook}`: correct one of them"
+            )
         if result.registered and result.verdict != recorded[result.claim.id].verdict:
             raise UserError(
                 f"claim {result.claim.id} is {result.verdict} ({result.measured()}) and "

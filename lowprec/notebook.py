@@ -186,7 +186,7 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
     if profile == "recorded" and not parameters:
         from lowprec import claims
 
-        claims.compare(nb.metadata["lowprec"]["verdicts"])
+        claims.compare(nb.metadata["lowprec"]["verdicts"], name=name)
     text = nbformat.writes(nb) + "\n"
     runs.write_atomic(output, lambda file: file.write(text.encode()))
     return nb

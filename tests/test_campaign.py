@@ -191,6 +191,7 @@ def test_a_run_that_outlived_its_campaign_is_left_alone(file):
     [
         ("device: cuda", "lr: 2e-3", "arm bad: lr='2e-3' must be a number; write it as 2.0e-3"),
         ("device: cuda", "lrr: 1", "did you mean lr"),
+        ("policy: FA2, ", "", "arm bad must say its policy"),
         ("seeds: [0, 1]", "seeds: [0, 0]", "arm low must list its seeds, each once"),
         ("seeds: [0, 1]", "seeds: 3", "arm low must list its seeds, each once"),
         ("seeds: [0, 1]", "seeds: [null]", "arm low must list its seeds, each once"),

@@ -114,7 +114,11 @@ def test_a_verdict_other_than_the_recorded_one_stops_the_build(registry):
             UserError, match=f"claim bias is {verdict} .* says supported: .* update"
         ):
             claims.compare([record], path)
-    claims.compare([claims.check("bias", -1, 8, path=path).as_dict()], path)
+    right = claims.check("bias", -1, 8, path=path)
+    for name in ("", "forks/other", right.claim.notebook):
+        claims.compare([right.as_dict()], path, name)
+    with pytest.raises(UserError, match="claim bias is checked in 99_other and .*: correct one"):
+        claims.compare([right.as_dict()], path, "99_other")
 
 
 def test_a_refuted_claim_is_a_result(registry):
