@@ -24,6 +24,7 @@ from matplotlib.collections import QuadMesh
 from lowprec import UserError
 from lowprec.notebook import FIGURE_MIME, minus
 from lowprec.policy import PrecisionPolicy
+from lowprec.runs import repo_root
 
 COLOURS = {
     "LOW": "#e8590c",
@@ -213,8 +214,7 @@ def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[di
         )
     alt, caption = minus(alt), minus(caption)
     runs = list(getattr(runs, "run", runs)) if runs is not None else []
-    scratch = Path(tempfile.gettempdir()).resolve()
-    runs = [run for run in runs if scratch not in run.path.resolve().parents]
+    runs = [run for run in runs if not _on_page(run.path.resolve())]
     if runs:
         hardware = ["a CPU" if run.hardware == "CPU" else run.hardware for run in runs]
     if hardware is not None and not isinstance(hardware, str):
@@ -228,6 +228,12 @@ def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[di
         FIGURE_MIME: about,
     }
     return data, {"image/png": {"alt": alt}}
+
+
+def _on_page(path: Path) -> bool:
+    """Whether a run was made by the page: it lies among temporary files, and not in a clone there."""
+    scratch = Path(tempfile.gettempdir()).resolve()
+    return scratch in path.parents and repo_root().resolve() not in path.parents
 
 
 def name_runs(runs) -> list[str]:
