@@ -231,7 +231,7 @@ def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[di
 
 
 def _on_page(path: Path) -> bool:
-    """Whether a run was made by the page: it lies among temporary files, and not in a clone there."""
+    """Whether the page made a run: it is among temporary files, and not in a clone there."""
     scratch = Path(tempfile.gettempdir()).resolve()
     return scratch in path.parents and repo_root().resolve() not in path.parents
 
