@@ -165,6 +165,7 @@ def test_a_page_with_parameters_says_so_and_reads_without_the_book(tmp_path):
     assert "-f notebooks/profiles/smoke.yaml -p seeds 7\n" in rerun and "Download" not in rerun
     verdict = page.cells[-1].outputs[0].data["text/markdown"]
     assert verdict.startswith("**Supported.** Two is small.") and "cite" not in verdict
+    assert "\n\nMeasured with seeds=7; the sentence" in verdict
 
 
 def test_a_failed_execution_keeps_the_older_page(tmp_path):
