@@ -22,6 +22,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowprec import UserError, campaign, recorder, runs
+from lowprec.__main__ import main
 from lowprec.capture import Capture
 from lowprec.config import PRESETS, TrainConfig
 from lowprec.model import GPT, GPTConfig
@@ -373,6 +374,24 @@ def test_two_processes_train_as_one(tmp_path):
         assert list(run.metrics[name]) == pytest.approx(list(alone.metrics[name]), rel=1e-4)
     assert list(run.probes.delta_abs) == pytest.approx(list(alone.probes.delta_abs), rel=1e-2)
     assert list(run.probes.rows) == list(alone.probes.rows)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["tyny", "--out", "x"], "lowprec: there is no preset 'tyny': did you mean tiny?\n"),
+        (["--seed", "1", "tiny"], "there is no preset '--seed': take one of gpt2, gpt2-paper"),
+        (["tiny", "--stepz", "3", "--out", "x"], "run python -m lowprec train tiny --help "),
+    ],
+)
+def test_a_mistyped_training_names_the_command_to_type(capsys, words, says):
+    try:
+        status = main(["train", *words])
+    except SystemExit as end:
+        status = end.code
+    err = capsys.readouterr().err
+    assert status == 2 and says in err
+    assert "python tiny" not in err and "gpt2 --help" not in err
 
 
 def test_a_process_of_a_second_node_takes_its_own_gpu(monkeypatch):
