@@ -38,19 +38,25 @@ def data(argv: list[str]) -> None:
 
 
 def train(argv: list[str]) -> None:
-    """Train one model into a new run folder."""
+    """Train one model into a new run folder: train PRESET --out FOLDER ..."""
     import tyro
 
-    from lowprec.config import PRESETS
+    from lowprec.config import PRESETS, TrainConfig
     from lowprec.train import train as run
 
-    presets = tyro.extras.subcommand_type_from_defaults(PRESETS)
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m lowprec train PRESET --out FOLDER ...\n")
+        print(f"  PRESET    {', '.join(PRESETS)}; train PRESET --help lists the options")
+        return
+    name = known("preset", argv[0], PRESETS)
 
-    def command(config: presets, out: Path, arm: str = "", resume: bool = False):
+    def command(
+        *, config: TrainConfig = PRESETS[name], out: Path, arm: str = "", resume: bool = False
+    ):
         """Train one model into a new run folder.
 
         Args:
-            config: the preset to start from.
+            config: those of the preset unless given.
             out: the run folder to write; it must not exist.
             arm: the run's arm in its campaign, by default the policy.
             resume: go on from the last checkpoint if the run was interrupted.
@@ -59,12 +65,11 @@ def train(argv: list[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(done.summary())
 
-    prefixes = (
-        tyro.conf.OmitArgPrefixes,
-        tyro.conf.OmitSubcommandPrefixes,
-        tyro.conf.CascadeSubcommandArgs,
-    )
-    tyro.cli(command, prog="python -m lowprec train", args=argv, config=prefixes)
+    # Presets are no subcommands of tyro's: it would call the program `python` in its hints.
+    tyro.cli(
+        command, prog=f"python -m lowprec train {name}", args=argv[1:],
+        config=(tyro.conf.OmitArgPrefixes,),
+    )  # fmt: skip
 
 
 def campaign(argv: list[str]) -> None:
@@ -201,6 +206,15 @@ def claims(argv: list[str]) -> None:
 COMMANDS = {f.__name__: f for f in (data, train, campaign, verify, probe, notebook, claims)}
 
 
+def known(kind: str, name: str, names) -> str:
+    """The name if it is one of `names`, else a `UserError` with the closest."""
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"take one of {', '.join(names)}"
+        raise UserError(f"there is no {kind} {name!r}: {hint}")
+    return name
+
+
 def main(argv: list[str]) -> int:
     """Run one command; 0, or 2 with one sentence on stderr for a user's mistake."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -209,11 +223,7 @@ def main(argv: list[str]) -> int:
             print(f"  {name:9} {command.__doc__}")
         return 0
     try:
-        if argv[0] not in COMMANDS:
-            close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"take one of {', '.join(COMMANDS)}"
-            raise UserError(f"there is no command {argv[0]!r}: {hint}")
-        COMMANDS[argv[0]](argv[1:])
+        COMMANDS[known("command", argv[0], COMMANDS)](argv[1:])
     except UserError as error:
         print(f"lowprec: {error}", file=sys.stderr)
         return 2

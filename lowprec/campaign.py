@@ -207,9 +207,19 @@ def run_campaign(
                 print(f"{name}: {text}", file=sys.stderr)
         local = slurm is None
         where = Local(missing, gpus, processes) if local else Cluster(missing, gpus, slurm)
-    if out is not None and not (Path(out) / "campaign.yaml").exists():
-        (Path(out) / "campaign.yaml").write_bytes(Path(path).read_bytes())
+    if out is not None:
+        _keep_copy(Path(path), Path(out) / "campaign.yaml", renew=bool(missing))
     return result | (_watch(missing, where) if missing else {})
+
+
+def _keep_copy(path: Path, copy: Path, renew: bool):
+    """The campaign file beside its runs; an earlier text stays, by the hash that its runs name."""
+    if copy.exists():
+        if not renew or (digest := sha256(copy)) == sha256(path):
+            return
+        kept = copy.rename(copy.with_name(f"campaign-{digest[:8]}.yaml"))
+        print(f"{path} has changed; its earlier text is kept as {kept}", file=sys.stderr)
+    copy.write_bytes(path.read_bytes())
 
 
 def _otherwise(job: Job) -> str:

@@ -59,10 +59,10 @@ class Claim:
     threshold: float
     refuted_if: str
     notebook: str
+    n: int
     source: str | None = None
     tests: str | None = None
     gloss: str = ""
-    n: int = 1
     unit: str = ""
     profile: tuple[str, ...] = ("recorded",)
     threats: tuple[str, ...] = ()
@@ -80,6 +80,8 @@ class Claim:
                 raise UserError(f"claim {self.id}: profile {profile!r} is none of {PROFILES}")
         if not isinstance(self.threshold, int | float):
             raise UserError(f"claim {self.id}: threshold {self.threshold!r} is not a number")
+        if type(self.n) is not int or self.n < 1:
+            raise UserError(f"claim {self.id}: n {self.n!r} is not a number of observations")
 
     def _one_of(self, field: str, valid) -> None:
         if getattr(self, field) not in valid:

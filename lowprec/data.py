@@ -26,6 +26,7 @@ from .text import HUB, TOKEN, VOCABULARY, Source, documents, encode, gpt2_encodi
 SMOKE = CORPORA / "smoke.safetensors"
 SHARD_FORMAT = "lowprec-tokens-1"
 SHARD_TOKENS = 1 << 26
+BLOCK = 1024  # TrainConfig.block_size, without loading torch
 HEADER = {
     "format", "corpus", "vocabulary", "shard", "shards", "n_tokens", "sha256", "corpus_sha256"
 }  # fmt: skip
@@ -164,6 +165,8 @@ def build_text(
     print(f"{out}: {count:,} tokens of {source.name}, sha256 {digest[:12]}…")
     if limit and count < limit:
         print(f"{source.name} has no more than that; {limit:,} were asked for")
+    if count <= BLOCK:
+        print(f"too few for a block of {BLOCK}: give more, or train with a smaller --block-size")
 
 
 def build_corpus(

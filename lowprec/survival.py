@@ -98,27 +98,25 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
     }
 
 
-def kaplan_meier(table: pd.DataFrame, by: str = "arm") -> pd.DataFrame:
-    """The share of runs without an explosion, with a row at step 0 and wherever it may change.
+def kaplan_meier(table: pd.DataFrame) -> pd.DataFrame:
+    """The share of an arm's runs without an explosion, a row at step 0 and wherever it may change.
 
     table: one row a run, of `lowprec.runs.load_runs`; `duration` in steps, `exploded` true or
-    false. by: the column that names the group.
-    Returns columns `by`, step, survival, low, high (95 % interval; NaN where survival is 1 or 0,
+    false.
+    Returns columns arm, step, survival, low, high (95 % interval; NaN where survival is 1 or 0,
     for which there is no such interval), at_risk, exploded, censored (numbers of runs at that
     step; a run that exploded in the step in which another is censored went first).
     Source: Kaplan & Meier 1958; scipy.stats.ecdf.
     """
     curves = []
-    for name, group in _groups(table, by).items():
+    for name, group in _groups(table).items():
         curve = _curve(group)
-        curve.insert(0, by, name)
+        curve.insert(0, "arm", name)
         curves.append(curve)
     return pd.concat(curves, ignore_index=True)
 
 
-def compare_arms(
-    table: pd.DataFrame, base: str, others=None, by: str = "arm", test: str = "fisher"
-) -> pd.DataFrame:
+def compare_arms(table: pd.DataFrame, base: str, others=None, test: str = "fisher") -> pd.DataFrame:
     """Each arm against `base`: one row an arm, the base first.
 
     table: one row a run, of `lowprec.runs.load_runs`. others: the arms to compare, all by default;
@@ -128,7 +126,7 @@ def compare_arms(
     exact, of the same statistic over all ways to deal the runs to the two arms (beyond 20,000 ways,
     so many drawn). Two-sided; seeds count as independent samples of each arm.
 
-    Returns columns `by`, n (runs), exploded (runs), median, low, high (steps, with the 95 %
+    Returns columns arm, n (runs), exploded (runs), median, low, high (steps, with the 95 %
     interval; inf where the curve or its band does not come down to one half), time (the same in
     words, or "not reached"), test, horizon (steps), p, p_holm, verdict. The verdict is "prevents"
     if none of at least 8 runs exploded, at least 7 in 8 of at least 8 runs of the base did by the
@@ -136,24 +134,24 @@ def compare_arms(
     Raises `UserError` for an unknown arm, no arm to compare, or a seed that counts twice.
     Source: scipy.stats.fisher_exact, logrank, permutation_test; Holm 1979.
     """
-    groups = _groups(table, by)
+    groups = _groups(table)
     others = [name for name in groups if name != base] if others is None else list(others)
     for name in (base, *others):
         if name not in groups:
-            raise UserError(f"there is no {by} {name!r}; take one of {', '.join(map(str, groups))}")
+            raise UserError(f"there is no arm {name!r}; take one of {', '.join(map(str, groups))}")
     if not others or base in others or len(set(others)) < len(others):
-        raise UserError(f"name at least one other {by} than the base {base!r}, each once")
+        raise UserError(f"name at least one other arm than the base {base!r}, each once")
     if test not in ("fisher", "logrank", "permutation"):
         raise UserError(f"test={test!r} must be fisher, logrank or permutation")
     p = [_p_value(groups[base], groups[name], test) for name in others]
-    rows = [{by: base, **_summary(groups[base]), "verdict": "base"}]
+    rows = [{"arm": base, **_summary(groups[base]), "verdict": "base"}]
     for name, value, adjusted in zip(others, p, holm(p), strict=True):
         rows.append({
-            by: name, **_summary(groups[name]), "test": test,
+            "arm": name, **_summary(groups[name]), "test": test,
             "horizon": _horizon(groups[base], groups[name]), "p": value, "p_holm": adjusted,
             "verdict": _verdict(groups[base], groups[name], adjusted),
         })  # fmt: skip
-    columns = [by, "n", "exploded", "median", "low", "high", "time", "test", "horizon", "p",
+    columns = ["arm", "n", "exploded", "median", "low", "high", "time", "test", "horizon", "p",
                "p_holm", "verdict"]  # fmt: skip
     return pd.DataFrame(rows, columns=columns)
 
@@ -168,15 +166,15 @@ def holm(p) -> np.ndarray:
     return adjusted
 
 
-def _groups(table: pd.DataFrame, by: str) -> dict[str, pd.DataFrame]:
-    missing = {by, "seed", "duration", "exploded"} - set(table.columns)
+def _groups(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    missing = {"arm", "seed", "duration", "exploded"} - set(table.columns)
     if missing:
         raise UserError(f"the table of runs has no column {', '.join(sorted(missing))}")
-    twice = table[table.duplicated([by, "seed"])]
+    twice = table[table.duplicated(["arm", "seed"])]
     if len(twice):
-        name, seed = twice.iloc[0][[by, "seed"]]
-        raise UserError(f"{by} {name} has seed {seed} twice; a seed counts once")
-    return dict(iter(table.groupby(by, sort=False)))
+        name, seed = twice.iloc[0][["arm", "seed"]]
+        raise UserError(f"arm {name} has seed {seed} twice; a seed counts once")
+    return dict(iter(table.groupby("arm", sort=False)))
 
 
 def _times(group: pd.DataFrame) -> stats.CensoredData:

@@ -11,10 +11,12 @@ every batch, and gradients are averaged.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
 import os
 import signal
+import sys
 import threading
 import traceback
 from dataclasses import dataclass
@@ -84,6 +86,7 @@ def processes(config: TrainConfig):
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield Group(device)
         return
+    end_with_launcher()
     rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     config.check_processes(size)
     if device == "cuda":
@@ -99,6 +102,13 @@ def processes(config: TrainConfig):
         raise
     finally:
         dist.destroy_process_group()
+
+
+def end_with_launcher():
+    """Have Linux stop this process (SIGTERM) once torchrun, its parent, is gone: if that is killed
+    with SIGKILL it cannot stop its processes itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
 
 
 def pick_device(device: str) -> str:

@@ -156,6 +156,32 @@ def test_page_fits_a_phone(tab):
         assert outer <= PHONE["width"]
 
 
+@look_at(CONTENT, "phone")
+def test_a_table_beyond_a_phone_scrolls_and_fades_until_its_end_is_seen(tab):
+    """(pixels beyond its frame, pixels that fade at first, at the end) of each such table."""
+    tables = tab.locator(".bd-article table").evaluate_all(
+        """async tables => {
+            const drawn = () => new Promise(go => requestAnimationFrame(
+                () => requestAnimationFrame(go)));
+            const wide = tables.filter(  // what is folded is not drawn
+                t => t.checkVisibility() && t.getBoundingClientRect().right > innerWidth);
+            return Promise.all(wide.map(async table => {
+                const frame = table.parentElement.closest(
+                    '.pst-scrollable-table-container, .output.text_html');
+                const fades = () => parseFloat(
+                    getComputedStyle(frame).getPropertyValue('--lowprec-more'));
+                const first = fades();
+                frame.scrollLeft = frame.scrollWidth;
+                await drawn();
+                return [frame.scrollLeft, first, fades()];
+            }));
+        }"""
+    )
+    for beyond, first, last in tables:
+        assert beyond > 0 and first == pytest.approx(min(beyond, 48), abs=1.5) and last <= 1
+    assert tables or "notation" not in tab.url, "a table of that page is wider than a phone"
+
+
 def luminance(rgb):
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

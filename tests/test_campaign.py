@@ -104,6 +104,24 @@ def test_only_some_of_its_runs(file):
     assert again == {"low-seed1": "recorded before, when the campaign file had another text"}
 
 
+def test_the_copy_beside_the_runs_is_that_of_the_last_and_earlier_ones_stay(file, capfd):
+    out = file.parent / "runs"
+    file.write_text(ONE_RUN.replace("STEPS", "4"))
+    run_campaign(file, out=out)
+    text, digest = file.read_text(), runs.sha256(file)
+    file.write_text(text.replace("[0]", "[0, 1]"))
+    run_campaign(file, out=out, only=("low-seed0",))
+    assert (out / "campaign.yaml").read_text() == text, "nothing was missing"
+    capfd.readouterr()
+    run_campaign(file, out=out)
+    kept = out / f"campaign-{digest[:8]}.yaml"
+    assert f"{file} has changed; its earlier text is kept as {kept}\n" in capfd.readouterr().err
+    first = runs.load_run(out / "low-seed0")
+    assert kept.read_text() == text and first.info["campaign_sha256"] == digest
+    assert (out / "campaign.yaml").read_bytes() == file.read_bytes()
+    assert load_arms(out)["low"].seeds == (0, 1)
+
+
 def test_what_was_recorded_otherwise_is_said_before_anything_starts(file, tmp_path, capfd):
     out = tmp_path / "runs"
     run_campaign(file, out=out, only=("low-seed0",))

@@ -143,6 +143,10 @@ def test_what_was_not_measured_has_no_verdict(registry):
         ({"profile": "fast"}, "claim bias: profile 'fast' is none of"),
         ({"threshold": "zero"}, "claim bias: threshold 'zero' is not a number"),
         ({"treshold": 1}, "claim bias: unknown key 'treshold'"),
+        ({"n": 0}, "claim bias: n 0 is not a number of observations"),
+        ({"n": "0 sums"}, "claim bias: n 0 is not a number of observations"),
+        ({"n": 7.5}, "claim bias: n 7.5 is not a number of observations"),
+        ({"n": None}, "claim bias: n None is not a number of observations"),
     ],
 )
 def test_a_damaged_entry_is_named(registry, change, sentence):
@@ -151,9 +155,10 @@ def test_a_damaged_entry_is_named(registry, change, sentence):
 
 
 def test_missing_keys_and_repeated_ids_are_named(registry):
-    short = {k: v for k, v in ENTRY.items() if k != "refuted_if"}
-    with pytest.raises(UserError, match="claim bias: key 'refuted_if' is missing"):
-        claims.load(registry(short))
+    for key in ("refuted_if", "n"):
+        short = {k: v for k, v in ENTRY.items() if k != key}
+        with pytest.raises(UserError, match=f"claim bias: key '{key}' is missing"):
+            claims.load(registry(short))
     with pytest.raises(UserError, match="claim bias stands twice"):
         claims.load(registry(ENTRY, ENTRY))
 
@@ -187,8 +192,9 @@ def test_a_fork_needs_no_entry():
     hypothesis = {k: v for k, v in ENTRY.items() if k not in ("id", "notebook", "verdict")}
     result = claims.judge(hypothesis, 1, 8)
     assert (result.verdict, result.registered) == ("refuted", False)
-    with pytest.raises(UserError, match="key 'threshold' is missing"):
-        claims.judge({k: v for k, v in hypothesis.items() if k != "threshold"}, 1, 8)
+    for key in ("threshold", "n"):
+        with pytest.raises(UserError, match=f"key '{key}' is missing"):
+            claims.judge({k: v for k, v in hypothesis.items() if k != key}, 1, 8)
 
 
 # The generated pages, in a small repository

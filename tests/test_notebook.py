@@ -125,7 +125,7 @@ def write_notebook(path, *code):
 
 
 VERDICT = """from lowprec import claims
-claims.judge(dict(sentence="Two is small.", metric="two", operator="<", threshold=3,
+claims.judge(dict(sentence="Two is small.", metric="two", operator="<", threshold=3, n=1,
                   refuted_if="it is not", source="qiu2025"), 2, 1)"""
 FIGURE = """from IPython.display import display
 about = dict(name="{0}", id="figure-{0}", alt="a", caption="c", hardware={1!r})

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lowprec import UserError, __main__, data, text
+from lowprec.config import TrainConfig
 
 needs_gpt2 = pytest.mark.skipif(
     "LOWPREC_GPT2_VOCAB" not in os.environ, reason="set LOWPREC_GPT2_VOCAB to run it"
@@ -225,6 +227,20 @@ def test_an_interrupted_build_leaves_nothing_that_looks_finished(tmp_path):
         with pytest.raises(UserError, match="no token shards at"):
             data.load_tokens(path)
     assert len(build(tmp_path / "big.parquet", tmp_path / "out", tokens=100)) == 100
+
+
+@needs_datasets
+@pytest.mark.parametrize("count", [3, 1024, 1025])
+def test_too_few_tokens_for_a_block_are_told_when_they_are_made(tmp_path, capsys, count):
+    (tmp_path / "a.txt").write_text("a" * (count - 1))
+    tokens = build(tmp_path / "a.txt", tmp_path / "out")
+    hint = "too few for a block of 1024: give more, or train with a smaller --block-size"
+    assert len(tokens) == count and (hint in capsys.readouterr().out) == (count < 1025)
+    draw = partial(data.batch, tokens, 0, 0, 1, TrainConfig().block_size)
+    if count < 1025:
+        pytest.raises(UserError, draw)
+    else:
+        draw()
 
 
 # The hub

@@ -1,5 +1,6 @@
 """Model, probes, trainer and campaign, with a model that trains in a second."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,6 +23,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowprec import UserError, campaign, recorder, runs
+from lowprec.__main__ import main
 from lowprec.capture import Capture
 from lowprec.config import PRESETS, TrainConfig
 from lowprec.model import GPT, GPTConfig
@@ -354,6 +356,16 @@ def test_micro_batches_add_up_to_the_batch(tmp_path):
     assert list(parts.probes.delta_abs) == pytest.approx(list(whole.probes.delta_abs), rel=1e-2)
 
 
+def torchrun(*words):
+    """Starts the training of a tiny model by two processes."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+         "-m", "lowprec", "train", "tiny", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
 def test_two_processes_train_as_one(tmp_path):
     """torchrun with gloo: the same global batches, so the same numbers up to the order of sums."""
     alone = train(small(policy="LOW", batch_size=4), tmp_path / "a")
@@ -361,18 +373,53 @@ def test_two_processes_train_as_one(tmp_path):
         word for name, value in (SMALL | dict(policy="LOW", batch_size=4)).items()
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-         "-m", "lowprec", "train", "tiny", *arguments, "--out", str(tmp_path / "b")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
+    launcher = torchrun(*arguments, "--out", str(tmp_path / "b"))
+    out, err = launcher.communicate()
+    assert launcher.returncode == 0, err[-6000:]
     run = runs.load_run(tmp_path / "b")
-    assert run.info["processes"] == 2 and done.stdout.count("completed") == 1
+    assert run.info["processes"] == 2 and out.count("completed") == 1
     for name in ("loss", "grad_norm"):
         assert list(run.metrics[name]) == pytest.approx(list(alone.metrics[name]), rel=1e-4)
     assert list(run.probes.delta_abs) == pytest.approx(list(alone.probes.delta_abs), rel=1e-2)
     assert list(run.probes.rows) == list(alone.probes.rows)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent")
+def test_processes_whose_launcher_was_killed_stop_as_if_asked_to(tmp_path):
+    words = "--steps 1000000 --probe-every 2 --checkpoint-every 4 --device cpu --out".split()
+    launcher, part = torchrun(*words, str(tmp_path / "a")), tmp_path / ".a.part"
+    while not (part / "checkpoint.pt").exists():
+        assert launcher.poll() is None
+        time.sleep(0.1)
+    listed = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], text=True)
+    workers = [int(pid) for pid in listed.split()]
+    try:
+        launcher.kill()
+        _, err = launcher.communicate(timeout=60)  # once no process holds its pipes
+    finally:
+        for pid in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert len(workers) == 2 and "lowprec: a was stopped after " in err
+    assert json.loads((part / "run.json").read_text())["ended"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["tyny", "--out", "x"], "lowprec: there is no preset 'tyny': did you mean tiny?\n"),
+        (["--seed", "1", "tiny"], "there is no preset '--seed': take one of gpt2, gpt2-paper"),
+        (["tiny", "--stepz", "3", "--out", "x"], "run python -m lowprec train tiny --help "),
+    ],
+)
+def test_a_mistyped_training_names_the_command_to_type(capsys, words, says):
+    try:
+        status = main(["train", *words])
+    except SystemExit as end:
+        status = end.code
+    err = capsys.readouterr().err
+    assert status == 2 and says in err
+    assert "python tiny" not in err and "gpt2 --help" not in err
 
 
 def test_a_process_of_a_second_node_takes_its_own_gpu(monkeypatch):
@@ -382,6 +429,7 @@ def test_a_process_of_a_second_node_takes_its_own_gpu(monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr("lowprec.train.end_with_launcher", lambda: None)  # its parent is pytest's
     monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: asked.append("end"))
     with processes(small(batch_size=16, device="auto")) as group:

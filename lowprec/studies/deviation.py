@@ -166,9 +166,9 @@ def estimate(draws, level=0.95):
     return Estimate(mean, mean - half, mean + half)
 
 
-def typical(draws, level=0.95):
+def typical(draws):
     """`Estimate` of the geometric mean of positive `draws`, for example of ratios by seed."""
-    logs = estimate([math.log(x) for x in draws], level)
+    logs = estimate([math.log(x) for x in draws])
     return Estimate(*map(math.exp, logs))
 
 

@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 
-def mean_keys(q, k, scale=None) -> torch.Tensor:
+def mean_keys(q, k) -> torch.Tensor:
     """(P K)_i of a causal head, (T, D): the mean of the keys that row i sees, weighted by P."""
-    return scaled_dot_product_attention(q[None], k[None], k[None], is_causal=True, scale=scale)[0]
+    return scaled_dot_product_attention(q[None], k[None], k[None], is_causal=True)[0]
 
 
 def mean_cosine(*factors) -> float:

@@ -134,9 +134,9 @@ def _rows(name, a, b, step, now, start) -> list[dict]:
     return rows
 
 
-def along(table: pd.DataFrame, pair: str, column: str, weight: str = "all") -> pd.DataFrame:
-    """One distance of a pair: a row a step, a column (seed, other_seed) for each two runs."""
-    rows = table[(table.pair == pair) & (table.weight == weight)]
+def along(table: pd.DataFrame, pair: str, column: str) -> pd.DataFrame:
+    """One distance of a pair, over all weights: a row a step, a column for each two seeds."""
+    rows = table[(table.pair == pair) & (table.weight == "all")]
     return rows.pivot(index="step", columns=["seed", "other_seed"], values=column)
 
 

@@ -69,7 +69,7 @@ def row_parts(q, k, scale) -> tuple[torch.Tensor, torch.Tensor]:
     return mean[..., 1:], square.sqrt()[..., 1:]
 
 
-def rounding_noise(q, k, scale, site=None, fmt=BF16) -> torch.Tensor:
+def rounding_noise(q, k, scale, site=None) -> torch.Tensor:
     """Standard deviation of each score if every rounding were independent noise, (..., T, T).
 
     Noise uniform over an ulp has the variance ulp^2 / 12. The rounding of a key's element counts
@@ -77,7 +77,7 @@ def rounding_noise(q, k, scale, site=None, fmt=BF16) -> torch.Tensor:
     rest moves a whole row; `site` adds the rounding of the scores themselves.
     """
     centred = k - k.mean(-2, keepdim=True)
-    variance = q.square() @ ulp(k, fmt).square().mT + ulp(q, fmt).square() @ centred.square().mT
+    variance = q.square() @ ulp(k, BF16).square().mT + ulp(q, BF16).square() @ centred.square().mT
     variance = scale**2 * variance / 12
     if site is not None:
         variance = variance + ulp(scale * (q @ k.mT), site).square() / 12
