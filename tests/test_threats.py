@@ -90,7 +90,8 @@ def test_the_claims_of_one_layer_that_were_announced():
         "layer-head-alone layer-head-others",
     )
     wanted = dict.fromkeys(held.split(), "supported") | dict.fromkeys(failed.split(), "refuted")
-    assert announced == wanted, MEND
+    waiting = "layer-low-alone layer-low-without layer-low-others"
+    assert announced == wanted | dict.fromkeys(waiting.split(), "not run"), MEND
 
 
 # Links, citations and terms, which the builder would only find out late
