@@ -99,6 +99,10 @@ class Claim:
         """Whether the rule asks for one fractional number, which is then shown in full."""
         return self.operator == "==" and not float(self.threshold).is_integer()
 
+    def sourced(self, source: str | None) -> str:
+        """Whose the sentence is. One that needs a gloss is not its source's own."""
+        return f"{'Tests a statement of' if self.gloss else 'Source:'} {source or 'this book'}"
+
     def verdict_on(self, value, n: int, interval=None, profile: str = "recorded",
                    complete: bool = False, settled: bool = False) -> str:  # fmt: skip
         """The verdict that the rule gives for a measured value; see the module's docstring."""
@@ -183,13 +187,14 @@ class Result:
         rule = (
             f"Measured: {self.measured()}. Supported if {WORDS[c.operator]} "
             f"{number(c.threshold, c.is_exact)}. "
-            f"Would refute it: {c.refuted_if.rstrip('.')}. Source: {source or 'this book'}."
+            f"Would refute it: {c.refuted_if.rstrip('.')}. {c.sourced(source)}."
         )
         if c.exploratory:
             rule += " Exploratory: the rule was chosen after seeing these data."
         if c.threats:
             rule += f" Doubt it first for: {', '.join(threats or c.threats)}."
-        return "\n\n".join(filter(None, (sentence, rule, self.note)))
+        gloss = f" *{c.gloss}*" if c.gloss else ""
+        return "\n\n".join(filter(None, (sentence + gloss, rule, self.note)))
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)

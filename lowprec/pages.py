@@ -153,7 +153,7 @@ def claims_list(some: list[Claim], results) -> str:
         if result is not None:
             under.append(f"Measured: {result.measured()}.")
         if claim.source:
-            under.append(f"Source: {{cite:t}}`{claim.source}`.")
+            under.append(f"{claim.sourced(f'{{cite:t}}`{claim.source}`')}.")
         if claim.threats:
             under.append(f"Doubt it for: {', '.join(claims.threat_links(claim))}.")
         words = [f"{in_words(claim, results)}: {claim.sentence}", " ".join(under)]

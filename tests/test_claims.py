@@ -172,6 +172,15 @@ def test_a_result_survives_the_notebook_file(registry):
         assert words in data["text/markdown"]
 
 
+def test_a_claim_with_a_gloss_is_not_laid_in_its_sources_mouth(registry):
+    for entry, words, source in (
+        (ENTRY, "The bias is negative. *Take care.*", "Tests a statement of {cite:t}`qiu2025`."),
+        ({**ENTRY, "gloss": ""}, "The bias is negative.\n\n", "Source: {cite:t}`qiu2025`."),
+    ):
+        box = claims.check("bias", -1, 8, path=registry(entry)).myst()
+        assert words in box and source in box
+
+
 @pytest.mark.parametrize(
     "text, words",
     [(None, "there are no claims at .*claims.yml"), ("\xff", "claims.yml is not valid YAML"),
@@ -243,7 +252,7 @@ def test_pages_say_what_was_measured(repository):
     assert every[0] == "## Bias"
     assert every[-2:] == [
         f"- {linked}: The bias is negative.\\",
-        "  Measured: mean error in ulp: −0.25, n = 9 sums. Source: {cite:t}`qiu2025`.",
+        "  Measured: mean error in ulp: −0.25, n = 9 sums. Tests a statement of {cite:t}`qiu2025`.",
     ]
     status = (book / "status.md").read_text().splitlines()[-1]
     assert status.startswith("| {doc}`/executed/36_bias` | recorded | 20")
