@@ -652,7 +652,9 @@ def test_page_44_the_fix_holds_and_is_cheap(recorded):
     newest = json.loads(sorted((ROOT / "data/benchmarks").glob("*.json"))[-1].read_text())
     steps = pd.DataFrame(newest["training"]).query("impl == 'triton'").set_index("policy")
     fix, base = steps.loc["FA2+delta_from=o_fp32"], steps.loc["FA2"]
-    assert fix.tokens_per_second > 0.99 * base.tokens_per_second, "pages 44 and take_it_home say less than 1 %"
+    assert fix.tokens_per_second > 0.99 * base.tokens_per_second, (
+        "pages 44 and take_it_home say less than 1 %"
+    )
     assert fix.peak_mib < 1.08 * base.peak_mib, "pages 44 and take_it_home say less than 8 %"
 
 
