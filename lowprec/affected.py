@@ -29,6 +29,7 @@ that fails by P alone gives none.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import textwrap
 from pathlib import Path
@@ -342,7 +343,9 @@ def _checkpoint(path: Path) -> GPT:
             config, state = json.loads(state["config"]), state["model"]
         else:
             config = json.loads((path.parent.parent / "run.json").read_text())["config"]
-        model = GPT(TrainConfig(**config).model())
+        names = {field.name for field in dataclasses.fields(TrainConfig)}
+        settings = {name: value for name, value in config.items() if name in names}
+        model = GPT(TrainConfig(**settings).model())
         model.load_state_dict(state)
     except Exception as error:  # a damaged archive raises many types
         raise UserError(

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from lowprec import UserError, __main__, affected, runs
+from lowprec import UserError, __main__, affected, runs, train
 from lowprec.capture import Capture
 from lowprec.config import PRESETS
 from lowprec.formats import BF16, ulp
@@ -182,6 +182,23 @@ def test_a_checkpoint_is_read_under_its_own_policy(tmp_path):
     torch.save(model.state_dict(), tmp_path / ".weights" / "step-000100.pt")
     (tmp_path / "run.json").write_text(json.dumps(dict(config=dataclasses.asdict(config))))
     assert table.equals(affected.probe(tmp_path / ".weights" / "step-000100.pt", length=64))
+
+
+def test_a_run_s_own_checkpoint_is_read(tmp_path, monkeypatch):
+    gradients, steps = train._gradients, iter(range(3))
+
+    def killed(*how):
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return gradients(*how)
+
+    monkeypatch.setattr(train, "_gradients", killed)
+    monkeypatch.chdir(runs.repo_root())
+    config = dataclasses.replace(PRESETS["tiny"], policy="LOW", checkpoint_every=2, device="cpu")
+    with pytest.raises(KeyboardInterrupt):
+        train.train(config, tmp_path / "a")
+    table = affected.probe(tmp_path / ".a.part" / "checkpoint.pt", length=64)
+    assert len(table) == 4 and table.share.isna().sum() == 0
 
 
 @pytest.mark.parametrize(
