@@ -100,6 +100,11 @@ class Recorder:
                 self.recent.pop()
             self.step = broken + 1
 
+    def broken(self) -> bool:
+        """Whether the loss of some step so far is not finite."""
+        self.collect()
+        return not math.isfinite(self.metrics[-1][1])
+
     def probe(self, model):
         """The sums since the last probe, and the weights."""
         first = self.probes[-1][0, 0] + 1 if self.probes else 0

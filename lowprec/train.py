@@ -215,7 +215,10 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
         optimizer.zero_grad(set_to_none=True)
         recorder.measured(loss, norm, lr, probe)
         stopping = stop.is_set() and group.size == 1
-        if recorder.step % config.probe_every == 0 or recorder.step == config.steps:
+        saving = config.checkpoint_every and recorder.step % config.checkpoint_every == 0
+        due = recorder.step % config.probe_every == 0 or recorder.step == config.steps
+        # A run whose loss is not finite has ended: what goes on from there would update again.
+        if due or ((saving or stopping) and recorder.broken()):
             recorder.probe(model)
             progress.set_postfix_str(recorder.line(), refresh=False)
             if (reason := recorder.should_stop()) is not None:
@@ -225,7 +228,7 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
             stopping = group.size > 1 and bool(group.sum(asked)) or stopping
         if stopping:
             recorder.stopped(model, optimizer, scaler)
-        if config.checkpoint_every and recorder.step % config.checkpoint_every == 0:
+        if saving:
             recorder.checkpoint(model, optimizer, scaler)
     else:
         reason = "completed"

@@ -262,6 +262,30 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     assert list(files(tmp_path / "b/captures")) == ["step-000004.xz"]
 
 
+@pytest.mark.parametrize("ends", ["checkpoint", "signal"])
+def test_a_loss_that_is_not_finite_ends_the_run_between_probes_too(tmp_path, monkeypatch, ends):
+    """At a checkpoint or a signal, after which the run would go on with weights that may move."""
+    forward, calls = GPT.forward, []
+
+    def failing(self, *how):
+        calls.append(forward(self, *how))
+        if ends == "signal" and len(calls) == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return calls[-1] * (float("nan") if len(calls) == 5 else 1.0)
+
+    monkeypatch.setattr(GPT, "forward", failing)
+    config = small(steps=8, probe_every=4)
+    whole = train(config if ends == "checkpoint" else small(steps=5), tmp_path / "a")
+    calls.clear()
+    every = 3 if ends == "checkpoint" else 4
+    run = train(dataclasses.replace(config, checkpoint_every=every), tmp_path / "b")
+    assert run.info["ended"] == whole.info["ended"] == "non-finite" and run.info["steps"] == 5
+    assert len(calls) == 6 and run.probes.step.max() == 4
+    assert run.metrics.equals(whole.metrics)
+    assert run.info["weights_sha256"] == whole.info["weights_sha256"]
+    assert not (tmp_path / "b" / "checkpoint.pt").exists()
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path):
     (tmp_path / ".a.part").mkdir()
     (tmp_path / ".a.part" / "checkpoint.pt").write_bytes(b"x" * 100)
