@@ -221,7 +221,7 @@ class Recorder:
 
     def _fixed(self) -> dict:
         """What a run that goes on must have as before, for its numbers depend on it."""
-        return self.info["config"] | dict(processes=self.info["processes"])
+        return self.info["config"] | {k: self.info[k] for k in ("processes", "data_sha256")}
 
     def restore(self, model, optimizer, scaler):
         """Put everything where the checkpoint of an unfinished run left it."""

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowprec import UserError, campaign, recorder, runs
+from lowprec import UserError, campaign, data, recorder, runs
 from lowprec.__main__ import main
 from lowprec.capture import Capture
 from lowprec.config import PRESETS, TrainConfig
@@ -248,8 +248,13 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="with other lr; take the same"):
         train(dataclasses.replace(config, lr=1.0), tmp_path / "b", resume=True)
     with monkeypatch.context() as patch, pytest.raises(UserError, match="with other processes"):
-        patch.setattr(Recorder, "_fixed", lambda self: self.info["config"] | dict(processes=2))
+        fixed = Recorder._fixed
+        patch.setattr(Recorder, "_fixed", lambda self: fixed(self) | dict(processes=2))
         train(config, tmp_path / "b", resume=True)
+    tokens = data.load_tokens(config.data)
+    data.write_shards(tokens.window(1, 9999), tmp_path / "c", tokens.name, tokens.vocabulary)
+    with pytest.raises(UserError, match="with other data_sha256; take the same"):
+        train(dataclasses.replace(config, data=str(tmp_path / "c")), tmp_path / "b", resume=True)
     resumed = train(config, tmp_path / "b", resume=True)
     assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
     assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
