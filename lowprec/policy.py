@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -113,6 +114,9 @@ class Shift:
     def __post_init__(self):
         if self.kind not in self._USED:
             raise UserError(f"unknown shift {self.kind!r}; choose one of {', '.join(self._USED)}")
+        for name in self._USED[self.kind]:
+            if not math.isfinite(getattr(self, name)):
+                raise UserError(f"shift parameter {name}={getattr(self, name)} must be finite")
 
     @classmethod
     def parse(cls, text: str | Shift) -> Shift:
@@ -139,8 +143,14 @@ class Shift:
         return cls(kind, **values)
 
     def __str__(self) -> str:
-        inner = ",".join(f"{name}={getattr(self, name):g}" for name in self._USED[self.kind])
+        inner = ",".join(f"{name}={_short(getattr(self, name))}" for name in self._USED[self.kind])
         return f"{self.kind}({inner})" if inner else self.kind
+
+
+def _short(number: float) -> str:
+    """As few digits as read back as the number: attention passes its policy on as text."""
+    text = f"{number:g}"
+    return text if float(text) == number else repr(number)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,13 @@ def test_text_form_round_trips(name):
     assert set(changed.slug) <= set("abcdefghijklmnopqrstuvwxyz0123456789._-")
 
 
+@pytest.mark.parametrize("amplitude", [2372.25625, 1 / 3, 1e30, -0.1, 23.7])
+def test_a_shift_keeps_every_digit_in_its_text(amplitude):
+    policy = LOW.replace(shift=Shift("offset", amplitude=amplitude))
+    assert PrecisionPolicy.parse(str(policy)) == policy
+    assert policy.diff(LOW.replace(shift=f"offset(amplitude={amplitude + 1e-9 * abs(amplitude)})"))
+
+
 def test_slugs_are_unique():
     policies = [LOW.replace(**{f: v}) for f in FIELDS for v in changes(f)]
     assert len({p.slug for p in policies}) == len(set(policies))
@@ -126,6 +133,7 @@ def test_presets_are_the_design_table():
         (lambda: LOW.replace(l_floor="x"), ("l_floor",)),
         (lambda: LOW.replace(delta_bias="inf"), ("delta_bias", "finite")),
         (lambda: LOW.replace(shift="beta(gama=1)"), ("shift", "gama")),
+        (lambda: LOW.replace(shift="mute(amplitude=1,tol=inf)"), ("shift", "tol", "finite")),
         (lambda: LOW.replace(shift="wild"), ("shift", "wild", "dither")),
         (lambda: PrecisionPolicy.parse("LOW+delta=o"), ("delta", "delta_from")),
         (lambda: PrecisionPolicy.parse("low"), ("low", "LOW")),
