@@ -125,9 +125,10 @@ def emulate(q, k, v, policy, tile=None, do=None, causal=True, scale=None, seed=0
         )
     q, k, v = (t.float() for t in (q, k, v))
     rnd = _Rounder(policy, seed)
-    t = _forward(q, k, v, policy, rnd, tile or k.shape[2], causal, scale)
+    tile = tile or max(q.shape[2], k.shape[2])
+    t = _forward(q, k, v, policy, rnd, tile, causal, scale)
     if do is not None:
-        _backward(t, q, k, v, do.float(), policy, rnd, tile or k.shape[2], scale)
+        _backward(t, q, k, v, do.float(), policy, rnd, tile, scale)
         t.dq, t.dk, t.dv = (g.to(dtype) for g in (t.dq, t.dk, t.dv))
     return t
 

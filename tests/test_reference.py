@@ -77,6 +77,17 @@ def test_tile_of_whole_row_is_untiled(inputs):
         assert torch.equal(getattr(whole, name), getattr(tiled, name))
 
 
+@pytest.mark.parametrize("queries, keys", [(100, 30), (30, 100)])
+def test_the_whole_row_is_one_rounding_with_any_number_of_queries(queries, keys):
+    """Of dK and dV over the queries, of dQ over the keys."""
+    rows = [torch.randn(1, 1, n, 16) for n in (queries, keys, keys, queries)]
+    whole, tiled = (
+        emulate(*rows[:3], RELEASED, tile, rows[3], causal=False) for tile in (None, 128)
+    )
+    for name in ("o", "dq", "dk", "dv"):
+        assert torch.equal(getattr(whole, name), getattr(tiled, name)), name
+
+
 def test_fp32_shadow_keeps_row_sums_of_ds_zero():
     """With delta from the shadow output sum_j P (dP - delta) = 0, whatever `l` is rounded to; with
     the rounded output it is not."""
