@@ -40,7 +40,8 @@ class Trace(SimpleNamespace):
 
 def check_inputs(q, k, v, causal: bool, scale: float | None, do=None, tile=None, seed=0) -> float:
     """Raise `UserError` for what is not attention; return the softmax scale."""
-    if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+    if not fits or k.shape != v.shape:
         raise UserError(
             "q, k, v must be (batch, heads, seqlen, head_dim), k and v alike; got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"

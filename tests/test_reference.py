@@ -164,6 +164,8 @@ def test_row_without_keys():
         (lambda q, k, v: emulate(q.float(), k, v, FA2), "dtype"),
         (lambda q, k, v: emulate(q, k, v, FA2, tile=0), "tile=0"),
         (lambda q, k, v: oracle(q[0], k[0], v[0]), "head_dim"),
+        (lambda q, k, v: oracle(q, k[..., 0], v[..., 0]), "head_dim"),
+        (lambda q, k, v: emulate(q, k[..., None], v[..., None], FA2), "head_dim"),
         (lambda q, k, v: emulate(q[:, :, :0], k, v, FA2, causal=False), "empty"),
         (lambda q, k, v: emulate(q, k[:, :, :0], v[:, :, :0], FA2, causal=False), "empty"),
         (lambda q, k, v: oracle(q[..., :0], k[..., :0], v[..., :0]), "empty"),
