@@ -101,8 +101,9 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
         weights = f"random weights of seed {seed}" if config else f"the weights of {path}"
     if isinstance(model, Capture):
         return _table([_capture_call(model, policy)], f"{model.path.name}, with its own text")
-    c = model.config
-    length = min(length, c.block_size if isinstance(model, GPT) else c.max_position_embeddings)
+    c = model.config if isinstance(model, GPT) else model.config.get_text_config()
+    limit = getattr(c, "block_size" if isinstance(model, GPT) else "max_position_embeddings", None)
+    length = min(length, limit or length)  # some have no limit
     tokens, words = _tokens(text, folder, c.vocab_size, sequences, length, seed)
     size = " x ".join(map(str, tokens.shape))
     return _table(_run(model.eval(), tokens, policy), f"{weights}, and {size} tokens of {words}")
@@ -264,7 +265,10 @@ def _run(model, tokens, policy) -> list[SimpleNamespace]:
         for hook in hooks:
             hook.remove()
     if not calls:
-        raise UserError("no attention was called; is this a causal language model?")
+        raise UserError(
+            "no attention was called; the probe is for causal language models whose attention goes "
+            "through transformers' registry"
+        )
     gradients = torch.autograd.grad(loss, [call.o for call in calls], retain_graph=True)
     for call, do in zip(calls, gradients, strict=True):
         call.do = do.bfloat16()

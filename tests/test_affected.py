@@ -232,6 +232,22 @@ def test_a_damaged_file_is_one_sentence(hub, tmp_path, damaged):
         affected.probe(tmp_path, text)
 
 
+def test_a_model_without_a_limit_of_positions(hub):
+    """Bloom has none, and its attention goes another way."""
+    model = hub.BloomForCausalLM(hub.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1))
+    with pytest.raises(UserError, match="no attention was called.* registry"):
+        affected.probe(model, length=64)
+
+
+def test_a_model_that_reads_images_too_is_probed_by_its_text(hub):
+    sizes = dict(num_hidden_layers=1, num_attention_heads=2, hidden_size=32, intermediate_size=64)
+    text = sizes | dict(vocab_size=300, num_key_value_heads=1, head_dim=16)
+    vision = sizes | dict(image_size=28, patch_size=14)
+    config = hub.Gemma3Config(text_config=text, vision_config=vision)
+    model = hub.AutoModelForCausalLM.from_config(config)
+    assert len(affected.probe(model, length=64)) == 2
+
+
 def test_text_is_not_read_as_bytes_for_want_of_a_vocabulary(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWPREC_GPT2_VOCAB", str(tmp_path))
     (tmp_path / "some.txt").write_text("abc " * 100)
