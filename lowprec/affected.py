@@ -105,6 +105,11 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
     limit = getattr(c, "block_size" if isinstance(model, GPT) else "max_position_embeddings", None)
     length = min(length, limit or length)  # some have no limit
     tokens, words = _tokens(text, folder, c.vocab_size, sequences, length, seed)
+    if tokens.shape[1] < 3:  # a GPT reads one less, and a mean score needs two keys
+        raise UserError(
+            f"sequences of length {tokens.shape[1]} are too short; take 3 tokens and more, of "
+            "fewer sequences or of a longer text"
+        )
     size = " x ".join(map(str, tokens.shape))
     return _table(_run(model.eval(), tokens, policy), f"{weights}, and {size} tokens of {words}")
 
@@ -174,10 +179,16 @@ def _measure(call) -> dict[str, torch.Tensor]:
     return dict(
         tied=seen["tied"].mean((0, 2)), o_bias=seen["o_error"].sum(0) / seen["o_ulp"].sum(0),
         delta_bias=mean / size, delta_low=(mean - half) / size, delta_high=(mean + half) / size,
-        share=call.norms(moved) / gradient, share_all=call.norms(seen["dq_error"]) / gradient,
+        share=_share(call.norms(moved), gradient),
+        share_all=_share(call.norms(seen["dq_error"]), gradient),
         key_share=torch.tensor([common_part(k) for k in full_k.unbind(1)], dtype=torch.float64),
         common=seen["common"].mean((0, 2)), tv=seen["moved"].mean((0, 2)),
     )  # fmt: skip
+
+
+def _share(error, gradient) -> torch.Tensor:
+    """Nothing of nothing is nothing: a head whose output goes nowhere has neither."""
+    return torch.where(error == 0, 0.0, error / gradient)
 
 
 def _sequence(call, one: slice) -> dict[str, torch.Tensor]:

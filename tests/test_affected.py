@@ -232,6 +232,21 @@ def test_a_damaged_file_is_one_sentence(hub, tmp_path, damaged):
         affected.probe(tmp_path, text)
 
 
+def test_a_head_whose_output_goes_nowhere_has_no_share():
+    """As with projections that start from zero: no gradient, and no error of it."""
+    model = GPT(PRESETS["tiny"].model())
+    torch.nn.init.zeros_(model.blocks[1].proj.weight)
+    table = affected.probe(model, length=64)
+    assert (table.share > 0).tolist() == [True, True, False, False]
+    assert (table[["share", "share_all"]][2:] == 0).all(axis=None)
+    assert "nan" not in affected.verdict(table)
+
+
+def test_sequences_too_short_for_a_mean_score_are_refused():
+    with pytest.raises(UserError, match="length 2 are too short"):
+        affected.probe(GPT(PRESETS["tiny"].model()), sequences=64, length=2)
+
+
 def test_a_model_without_a_limit_of_positions(hub):
     """Bloom has none, and its attention goes another way."""
     model = hub.BloomForCausalLM(hub.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1))
