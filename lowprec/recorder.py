@@ -128,9 +128,11 @@ class Recorder:
     def _keep_onset(self):
         """Keep the steps around an onset, once those after it are there."""
         e = runs.find_explosion(self.losses())
-        if e is None:
+        if e is None or (self.onset and e.onset not in self.onset[0][:, 0]):  # the last came back
             self.onset = []
-        elif not self.onset and self.recent and (e.confirmed or self.step > e.onset + AFTER):
+        if e is None or self.onset or not self.recent:
+            return
+        if e.confirmed or self.step > e.onset + AFTER:
             oldest = self.step - len(self.recent)
             first, last = max(e.onset - BEFORE, oldest, 0), min(e.onset + AFTER, self.step)
             sums = np.stack(list(self.recent)[first - oldest : last - oldest])
@@ -191,6 +193,8 @@ class Recorder:
             if rows or name == "probes":
                 table = table.astype({"step": "int32", "layer": "int16", "head": "int16"})
                 write_table(self.part / f"{name}.parquet", table)
+            else:
+                (self.part / f"{name}.parquet").unlink(missing_ok=True)
         text = json.dumps(self.info, indent=1) + "\n"
         runs.write_atomic(self.part / "run.json", lambda file: file.write(text.encode()))
 

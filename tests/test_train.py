@@ -537,6 +537,32 @@ def test_the_onset_keeps_300_steps_before_and_50_after(monkeypatch):
     assert list(rows[:, 0]) == list(np.repeat(range(400, 750), 2)) == list(rows[:, 3])
 
 
+@pytest.mark.parametrize(
+    "losses, onset, steps",
+    [
+        ([3] * 400 + [5] * 300 + [3] * 500, None, None),
+        # back between two probes, and up again before the second
+        ([3] * 420 + [5] * 240 + [3] * 48 + [40] * 2 + [5] * 490, 708, range(408, 758)),
+    ],
+    ids=["comes back", "comes back and rises again"],
+)
+def test_the_onset_is_that_of_the_rise_that_stays(tmp_path, losses, onset, steps):
+    config = small(steps=1200, probe_every=50)
+    model, tokens = GPT(config.model()), data.load_tokens(config.data)
+    watch = Recorder(config, tmp_path / "a", "", Group("cpu"), tokens)
+    for loss in losses:
+        sums = SimpleNamespace(grad=torch.ones(1, 2, 3))
+        watch.measured(torch.tensor(float(loss)), torch.tensor(1.0), 1e-3, sums)
+        if watch.step % 50 == 0:
+            watch.probe(model)
+    watch.finish("completed", model, tmp_path / "a")
+    run = runs.load_run(tmp_path / "a")
+    assert getattr(run.explosion, "onset", None) == onset
+    assert (tmp_path / "a" / "onset.parquet").exists() == (onset is not None)
+    if onset is not None:
+        assert list(run.onset.step.unique()) == list(steps)
+
+
 def test_speed_and_the_share_of_the_peak_rate(monkeypatch):
     """100 steps of 32 x 1,024 tokens in 8 seconds on two GPUs of 989.4 TFLOP/s."""
     monkeypatch.setattr(recorder.time, "time", lambda: 1008.0)
