@@ -192,6 +192,14 @@ def save(path, observed, model, layer, heads, sequences, info) -> Path:
     return path
 
 
+def tensor_bytes(config, heads: int, amp) -> int:
+    """What the tensors of a capture take, of some heads and one sequence of a GPT's whole block."""
+    number = 2 if amp else 4
+    length, width, head_dim = config.block_size, config.n_embd, config.n_embd // config.n_head
+    of_head = number * head_dim * (3 * width + 5 * length)
+    return length * (number * width + 2 * 4) + heads * of_head
+
+
 def digest(tensors, header) -> str:
     """sha256 over the header (without `format` and `sha256`) and the tensors, in name order."""
     result = hashlib.sha256()
@@ -203,12 +211,17 @@ def digest(tensors, header) -> str:
     return result.hexdigest()
 
 
-def _write(path: Path, content: bytes):
-    if len(content) > MAX_BYTES:
+def check_size(count: int):
+    """Raise `UserError` for a capture of so many bytes."""
+    if count > MAX_BYTES:
         raise UserError(
-            f"capture {path.name} would take {len(content) / 1e6:.1f} MB, more than "
-            f"{MAX_BYTES / 1e6:.0f}; take fewer sequences, then fewer heads"
+            f"a capture would take {count / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:.0f}; take "
+            "fewer sequences, then fewer heads"
         )
+
+
+def _write(path: Path, content: bytes):
+    check_size(len(content))
     path.parent.mkdir(parents=True, exist_ok=True)
     packed = lzma.compress(content, filters=XZ)
     runs.write_atomic(path, lambda file: file.write(packed))

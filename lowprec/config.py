@@ -125,6 +125,14 @@ class TrainConfig:
             raise UserError(f"capture_layer={self.capture_layer} is none of {self.n_layer} layers")
         if any(not 0 <= head < self.n_head for head in self.capture_heads):
             raise UserError(f"capture_heads={self.capture_heads} must be below {self.n_head}")
+        layers = range(self.n_layer) if self.capture_layer is None else [self.capture_layer]
+        for layer in layers if self.capture_heads else ():
+            groups = self.model().groups(layer)
+            if not any(set(self.capture_heads) <= set(heads) for _, heads in groups):
+                raise UserError(
+                    f"capture_heads={self.capture_heads} have several policies in layer {layer}; "
+                    "take heads that share one, and with capture_layer a layer where they do"
+                )
         if self.window is not None:
             first, last = self.window
             if not 0 <= first <= last < self.steps:

@@ -294,6 +294,9 @@ class Specimens:
     def __init__(self, recorder: Recorder, model, amp: bool, draw_seed):
         self.recorder, self.model, self.config = recorder, model, recorder.config
         self.amp, self.draw_seed = amp, draw_seed
+        if self.config.capture_at or self.config.capture_every:  # now, not at some late step
+            heads = len(set(self.config.capture_heads)) or 1
+            capture.check_size(capture.tensor_bytes(model.config, heads, amp))
         self.folder = recorder.part / "captures"
         self.window = None
         asked = {self._path(step) for step in self.config.capture_at}

@@ -294,7 +294,10 @@ def test_one_head_of_gpt2_fits(tmp_path):
         tile=None, impl="auto", seed=0,
     )  # fmt: skip
     path = capture.save(tmp_path / "a", {0: seen}, model, 0, [11], [0], INFO)
-    assert path.stat().st_size < len(lzma.decompress(path.read_bytes())) < capture.MAX_BYTES
+    size = len(lzma.decompress(path.read_bytes()))
+    assert path.stat().st_size < size < capture.MAX_BYTES
+    assert size - 8192 < capture.tensor_bytes(config, 1, True) < size
+    assert capture.tensor_bytes(config, 2, True) > capture.MAX_BYTES
 
 
 def test_the_suspect_is_the_head_with_the_largest_error():

@@ -713,7 +713,10 @@ def test_the_rolling_captures_before_an_explosion_stay(tmp_path, monkeypatch):
      (dict(amp="fp8"), "amp='fp8'"), (dict(amp="fp16", capture_at=(1,)), "BF16 or FP32"),
      (dict(weights_at=(5,)), "weights_at"), (dict(layers={"-1": "LOW"}), "layers: '-1'"),
      (dict(layers={"0/-1": "LOW"}), "layers: '0/-1'"), (dict(n_head=0), "n_head=0 must be"),
-     (dict(n_layer=0), "n_layer=0 must be"), (dict(n_embd=33), "n_embd=33 must be a multiple")],
+     (dict(n_layer=0), "n_layer=0 must be"), (dict(n_embd=33), "n_embd=33 must be a multiple"),
+     (dict(layers={"0/1": "LOW"}, capture_heads=(0, 1)), "several policies in layer 0"),
+     (dict(block_size=8000, capture_at=(3,), capture_heads=(0, 1)), "would take 6.2 MB"),
+     (dict(block_size=16000, capture_every=3, amp=True), "would take 3.7 MB")],
 )  # fmt: skip
 def test_settings_that_cannot_be(tmp_path, changes, word):
     with pytest.raises(UserError, match=word):
