@@ -205,6 +205,15 @@ def load_run(path) -> Run:
     return run
 
 
+def campaign_folder(campaign) -> Path:
+    """The folder of a campaign: its name in data/runs, or its folder, as text or not."""
+    folder = Path(campaign)
+    if isinstance(campaign, str) and not folder.is_absolute():
+        named = data_root() / "runs" / campaign
+        folder = named if named.is_dir() else at_root(campaign)
+    return folder
+
+
 def require_arms(campaign, arms, there) -> None:
     """Raise `UserError` unless all of some arms are among those `there`, a campaign's."""
     if lacking := [arm for arm in arms if arm not in there]:
@@ -220,10 +229,7 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
     campaign: its name in data/runs, or its folder. arms: those that there must be.
     Raises `UserError` for a campaign without runs, or without one of `arms`.
     """
-    folder = Path(campaign)
-    if isinstance(campaign, str) and not folder.is_absolute():
-        named = data_root() / "runs" / campaign
-        folder = named if named.is_dir() else at_root(campaign)
+    folder = campaign_folder(campaign)
     paths = sorted(p.parent for p in folder.glob("[!.]*/run.json"))  # not unfinished ones
     if not paths:
         known = [path.name for path in (data_root() / "runs").glob("*") if path != folder]

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from lowprec import UserError, claims
-from lowprec.runs import data_root, load_runs, require_arms
+from lowprec.runs import campaign_folder, load_runs, require_arms
 
 SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
 """To say "prevents": seeds an arm, share of the base's seeds that explode, adjusted p below."""
@@ -84,7 +83,7 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
     """
     from lowprec.campaign import load_campaign
 
-    folder = data_root() / "runs" / campaign if isinstance(campaign, str) else Path(campaign)
+    folder = campaign_folder(campaign)
     planned: dict[str, list] = {}
     for job in load_campaign(folder / "campaign.yaml"):
         planned.setdefault(job.arm, []).append(job.config)

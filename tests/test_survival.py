@@ -263,6 +263,18 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         load_arms("nowhere")
 
 
+def test_a_campaign_is_named_or_its_folder_is(tmp_path, monkeypatch):
+    """By `load_runs` and `load_arms` alike."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "campaign.yaml").write_text(PLAN)
+    source = runs.data_root() / "runs" / "mini" / "low-seed0"
+    shutil.copytree(source, tmp_path / "mine" / "low-seed0")
+    monkeypatch.chdir(tmp_path)
+    for campaign in ("mine", "./mine", str(tmp_path / "mine"), tmp_path / "mine"):
+        assert load_arms(campaign)["low"].n == len(runs.load_runs(campaign)) == 1, campaign
+    assert load_arms("data/runs/mini").keys() == load_arms("mini").keys()
+
+
 @pytest.mark.parametrize("load", [load_arms, runs.load_runs])
 def test_a_campaign_without_an_arm_that_a_page_needs(load):
     load("remedies", ("fa2_dp",))
