@@ -153,11 +153,13 @@ def test_tensors_not_taken_raise(monkeypatch):
     """By the entry itself, before any work."""
     x = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     far = torch.empty_strided((1, 1, 8, 64), (0, 0, 2**28, 1), device="meta", dtype=x.dtype)
+    many = torch.empty_strided((1, 2**18, 128, 64), (0, 8192, 64, 1), device="meta", dtype=x.dtype)
     for q, k, scale, words in (
         (x[..., :48], x[..., :48], 0.1, "head_dim=48"),
         (x.double(), x.double(), 0.1, "torch.float64"),
         (x, x[:, :, :4], 0.1, "as many queries as keys"),
         (far, far, 0.1, "seqlen=8"),
+        (many, many, 0.1, "seqlen=128 .* fewer heads"),
         (x, x, 0.0, "positive scale"),
         (x, x, -1.0, "positive scale"),
         (x, x, float("nan"), "positive scale"),

@@ -65,10 +65,11 @@ def check_tensors(q, k, v, scale: float) -> None:
         raise UserError(f"the Triton kernels take as many queries as keys; {mend}")
     if not scale > 0:
         raise UserError(f"the Triton kernels need a positive scale, not {scale}; {mend}")
-    if q.shape[2] * max(x.stride(2) for x in (q, k, v)) >= 2**31:
+    ours = q.shape[1] * q.shape[3]  # of outputs and gradients, see `new_rows`
+    if q.shape[2] * max(ours, *(x.stride(2) for x in (q, k, v))) >= 2**31:
         raise UserError(
             f"seqlen={q.shape[2]} with these strides needs offsets beyond 32 bits within a head; "
-            f"make q, k, v contiguous or {mend}"
+            f"make q, k, v contiguous, take fewer heads at once, or {mend}"
         )
     if NATIVE and not q.is_cuda:
         raise UserError(
