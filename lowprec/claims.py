@@ -112,6 +112,8 @@ class Claim:
             return "inconclusive" if complete else "not run"
         if not math.isfinite(value):
             raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
+        if interval is not None and any(map(math.isnan, interval)):
+            raise UserError(f"claim {self.id}: the interval of {self.metric} is {interval}")
         if n < self.n and not settled:
             return "inconclusive"
         if interval is not None and interval[0] < self.threshold < interval[1]:
@@ -289,9 +291,9 @@ def check(
     exploded, is then inconclusive and no longer not run. settled: no observation that is still to
     come can change the verdict, as after the first explosion where none was to be; n may then be
     too small.
-    Raises `UserError` for an unknown id and for a value that is not finite. A reader who changes a
-    parameter may well get another verdict than the recorded one; a page of the book may not, and
-    `lowprec.notebook.execute` sees to that with `compare`.
+    Raises `UserError` for an unknown id, a value that is not finite and an interval that is not a
+    number. A reader who changes a parameter may well get another verdict than the recorded one; a
+    page of the book may not, and `lowprec.notebook.execute` sees to that with `compare`.
     """
     claims = load(path)
     if id not in claims:

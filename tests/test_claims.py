@@ -131,6 +131,8 @@ def test_what_was_not_measured_has_no_verdict(registry):
     path = registry(ENTRY)
     with pytest.raises(UserError, match="claim bias: the measured mean error in ulp is nan"):
         claims.check("bias", math.nan, 8, path=path)
+    with pytest.raises(UserError, match="claim bias: the interval of mean error in ulp is .*nan"):
+        claims.check("bias", 0.5, 8, (0.1, math.nan), path=path)
     with pytest.raises(UserError, match="there is no claim 'bais': did you mean 'bias'?"):
         claims.check("bais", 1, 8, path=path)
 
