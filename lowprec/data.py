@@ -78,10 +78,15 @@ def _safetensors(tokens: np.ndarray, header: dict[str, str]) -> tuple[bytes, byt
 
 @contextmanager
 def _unfinished(out: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `out` that is gone afterwards."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(".part", f".{out.name}.", out.parent) as folder:
-        yield Path(folder)
+    """Make a hidden folder beside `out` that is gone afterwards; raises UserError where it cannot
+    be made or written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(".part", f".{out.name}.", out.parent) as folder:
+            yield Path(folder)
+    except OSError as error:  # no such place, or a full disk
+        why = error.strerror or error
+        raise UserError(f"cannot write {out}: {why}; give another --out.") from error
 
 
 def build(

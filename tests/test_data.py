@@ -260,6 +260,13 @@ def test_smoke_shard_is_what_its_list_says():
     assert np.count_nonzero(contents(tokens) == 50256) == len(corpus.files)
 
 
+def test_a_place_that_cannot_hold_shards_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "shards"
+    with pytest.raises(UserError, match=f"cannot write {out}: File exists; give another --out"):
+        data.write_shards(np.arange(9, dtype=data.TOKEN), out, "toy", "gpt2")
+
+
 def test_an_unknown_or_damaged_list_is_named(tmp_path):
     with pytest.raises(UserError, match="no corpus 'pysauce'.*pysource, smoke"):
         corpora.read_corpus("pysauce")
