@@ -280,8 +280,8 @@ class Recorder:
         self.info["weights_sha256"] = weights_sha256(model.state_dict())
         self.flush(end, model)
         if self.group.rank == 0:
-            (self.part / "checkpoint.pt").unlink(missing_ok=True)
-            os.rename(self.part, out)
+            os.rename(self.part, out)  # first, so that what is killed in between can be resumed
+            (out / "checkpoint.pt").unlink(missing_ok=True)
 
 
 class Specimens:

@@ -291,6 +291,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_between_probes_too(tmp_path, mon
     assert not (tmp_path / "b" / "checkpoint.pt").exists()
 
 
+def test_a_run_that_cannot_take_its_name_can_be_resumed(tmp_path, monkeypatch):
+    config = small(checkpoint_every=2)
+
+    def killed(*how):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recorder.os, "rename", killed)
+        train(config, tmp_path / "a")
+    run = train(config, tmp_path / "a", resume=True)
+    assert run.finished and list(files(tmp_path / "a")) == [
+        "metrics.parquet", "probes.parquet", "run.json"
+    ]  # fmt: skip
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path):
     (tmp_path / ".a.part").mkdir()
     (tmp_path / ".a.part" / "checkpoint.pt").write_bytes(b"x" * 100)
