@@ -31,7 +31,7 @@ PAGES = ("how_to_read", "threats", "shelf")
 CAMPAIGNS = (
     "mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2",
     "specimens", "remedies", "rivals", "halves", "swapped", "alike", "ties", "held", "untying",
-    "silent", "fp16", "sites", "crossed", "outside", "amount", "batches",
+    "silent", "fp16", "sites", "crossed", "outside", "amount", "batches", "layers_low",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
 WAITING = ("paper",)
@@ -56,7 +56,7 @@ OTHER_OUTPUT = (
     ("remedies", "fa2_dp", "fa2_stochastic_o_fp32"), ("rivals", "o_split"),
     ("halves", "torch_o_fp32"), ("swapped", "torch_redrawn"), ("held", "decay_o_fp32"),
     ("fp16", "fp16_o_fp32"), ("sites", "paper_o_fp32", "released_o_fp32", "both"),
-    ("batches", "fa2_o_fp32_4x"),
+    ("batches", "fa2_o_fp32_4x", "fa2_o_fp32_16x"),
 )  # fmt: skip
 MEND = "mend book/threats.md, which says otherwise"
 
@@ -90,8 +90,8 @@ def test_the_claims_of_one_layer_that_were_announced():
         "layer-head-alone layer-head-others",
     )
     wanted = dict.fromkeys(held.split(), "supported") | dict.fromkeys(failed.split(), "refuted")
-    waiting = "layer-low-alone layer-low-without layer-low-others"
-    assert announced == wanted | dict.fromkeys(waiting.split(), "not run"), MEND
+    wanted |= dict.fromkeys(("layer-low-alone", "layer-low-without"), "supported")
+    assert announced == wanted | {"layer-low-others": "inconclusive"}, MEND
 
 
 # Links, citations and terms, which the builder would only find out late
@@ -238,13 +238,16 @@ def test_which_runs_an_h100_made(recorded):
     wanted |= {("fp16", "fp16_s_fp32", seed) for seed in range(4)}
     wide = ("fa2_4x", "fa2_o_fp32_4x")
     wanted |= {("batches", arm, seed) for arm in wide for seed in range(4)}
-    wanted |= {("batches", "fa2_16x", 0)} | {("rivals", "qk_norm", seed) for seed in range(4, 8)}
+    wanted |= {("batches", arm, 0) for arm in ("fa2_16x", "fa2_o_fp32_16x")}
+    wanted |= {("layers_low", arm, seed) for arm in ("only1", "not1") for seed in range(4)}
+    wanted |= {("layers_low", "only0", 0), ("layers_low", "only2", 0)}
+    wanted |= {("rivals", "qk_norm", seed) for seed in range(4, 8)}
     wanted |= {("rivals", "beta7_floor", seed) for seed in range(5, 8)}
     assert there == wanted, (
         f"{MEND}, and rerun.md, data/README.md and the limits of pages 21, 23, 26, 41, 42 and 47"
     )
-    many = "17 runs of `amount`, 16 of `sites`, nine of `batches`, seven of `rivals` and four of "
-    many += "`fp16`"
+    many = "17 runs of `amount`, 16 of `sites`, ten each of `batches` and `layers_low`, seven of "
+    many += "`rivals` and four of `fp16`"
     assert many in (BOOK / "rerun.md").read_text()
 
 
@@ -252,11 +255,13 @@ def test_sizes(recorded):
     for name, table in recorded.items():
         for run in table.run:
             config = run.info["config"]
-            times = {"fa2_16x": 16}.get(run.info["arm"], 4) if name == "batches" else 1
+            times = 1
+            if name == "batches":
+                times = 16 if run.info["arm"].endswith("_16x") else 4
             assert config["batch_size"] * config["block_size"] == times * 32_768, MEND
             assert config["n_layer"] == (12 if name in LARGE else 6), MEND
     six = "mini origin production drift layers remedies rivals halves swapped alike ties held "
-    six += "untying silent fp16 sites crossed outside amount batches"
+    six += "untying silent fp16 sites crossed outside amount batches layers_low"
     for name in six.split():
         slow = [run for run in recorded[name].run if run.info["config"]["lr"] != 4e-3]
         other = {"lr_half"} if name == "rivals" else set()
@@ -364,7 +369,9 @@ def test_campaigns_as_far_as_they_have_run(recorded):
         "untying": set(),
         "silent": set(),
         "fp16": set(),
-        "batches": {("fa2_o_fp32_16x", 0)},
+        "batches": set(),
+        "layers_low": {(f"only{layer}", seed) for layer in (0, 2, 3, 4, 5) for seed in (0, 1)}
+        - {("only0", 0), ("only2", 0)},
         "crossed": set(),
         "outside": set(),
         "amount": set(),
@@ -485,7 +492,11 @@ def test_one_layer_alone_and_single_heads(recorded):
     assert set(table.arm[table.exploded]) == {"only1"} and table.exploded.sum() == 2, MEND
     calm = list(table.run[table.arm != "only1"])
     assert len(calm) == 16 and all(run.explosion is None for run in calm), MEND
-    for run in calm:
+    low = recorded["layers_low"]
+    assert set(low.arm[low.exploded]) == {"only1"} and low.exploded.sum() == 4, MEND
+    quiet = list(low.run[low.arm != "only1"])
+    assert len(quiet) == 6 and all(run.explosion is None for run in quiet), MEND
+    for run in calm + quiet:
         mean = runs.window_mean(run.metrics.loss)
         assert len(mean) == 7000 and excess(run).max() < 0.1 and mean[-1] < mean[-2000], MEND
 
@@ -594,6 +605,10 @@ def test_page_22_one_layer_of_six_fails_and_is_enough(recorded):
         calm = chosen(recorded, "layers", *arms)
         assert sorted(run.seed for run in calm) == [1, 4]
         assert all(run.explosion is None and len(run.metrics) == 7000 for run in calm)
+    alone = chosen(recorded, "layers_low", "only1")
+    assert [run.seed for run in alone] == [0, 1, 2, 3] and all(run.explosion for run in alone)
+    calm = chosen(recorded, "layers_low", "not1")
+    assert [run.seed for run in calm] == [0, 1, 2, 3] and not any(run.explosion for run in calm)
 
 
 def test_page_23_which_repairs_help(recorded):
@@ -940,6 +955,9 @@ def test_a_larger_batch_fails_sooner_in_the_same_layer(recorded):
     assert [run.explosion.onset for run in paper] == [2256], f"{MEND}, page 26 and data/README.md"
     assert f"{2256 * 524_288 / tokens:.1f}" == "7.7", "the limits of page 26"
     assert take_offs(paper[0], lag=200, every=200).layer.iloc[0] == 1, f"{MEND}, page 26, intro"
+    (healthy,) = chosen(recorded, "batches", "fa2_o_fp32_16x")
+    assert healthy.explosion is None and len(healthy.metrics) == 4000, f"{MEND}, pages 26, shelf"
+    assert round(4000 * 524_288 / tokens) == 14, "the limits of page 26"
 
 
 def test_scores_in_fp32_fail_as_well_and_blocks_are_sooner(recorded, monkeypatch):
@@ -985,7 +1003,7 @@ def test_predictions_by_campaign():
         alike="rivals-alike", specimens="larger-specimen", production="delta peers",
         remedies="fix delta", held="stabilised rivals-held", ties="stabilised", fp16="rivals-fp16",
         sites="ran tile delta heads-sum-alone", crossed="rivals-crossed",
-        outside="rivals-outside", amount="delta", batches="larger-batch",
+        outside="rivals-outside", amount="delta", batches="larger-batch", layers_low="layer-low",
     )  # fmt: skip
     few = dict(layers=3, fp16=4, sites=12)  # two of five are others; some are several claims
     rows = re.findall(r"^  \| `(\w+)`[^|]*\| ([^|]+) \|([^|]*)\|$", THREATS, re.MULTILINE)
