@@ -34,7 +34,7 @@ CAMPAIGNS = (
     "silent", "fp16", "sites", "crossed", "outside", "amount", "batches", "layers_low",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
-WAITING = ("paper",)
+WAITING = ("paper", "measured")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
 """Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""
@@ -129,6 +129,21 @@ def test_the_pages_are_in_the_contents():
 def test_campaigns_named_exist():
     for name in (*WAITING, "windows", *CAMPAIGNS):
         assert f"`{name}`" in THREATS and (ROOT / f"data/runs/{name}/campaign.yaml").is_file()
+
+
+def test_measured_has_the_size_that_was_measured(recorded):
+    """The shares of `measured` and page 39: FA2's by layer, the median of eight runs, rounded."""
+    shares = []
+    for run in chosen(recorded, "mini", "fa2"):
+        by_layer = sums(run, 499, 1499).groupby("layer")[["delta_bias", "delta_abs"]].sum()
+        shares.append(by_layer.delta_bias / by_layer.delta_abs)
+    of_layers = np.median(shares, axis=0)
+    plan = yaml.safe_load((ROOT / "data/runs/measured/campaign.yaml").read_text())["arms"]
+    for arm, part in (("size-1x", 1), ("size-half", 2)):
+        put = [PrecisionPolicy.parse(p).delta_bias for p in plan[arm]["layers"].values()]
+        assert [f"{part * x:.0e}" for x in put] == [f"{share:.0e}" for share in of_layers[:5]]
+    other = PrecisionPolicy.parse(plan["elsewhere"]["policy"]).delta_bias
+    assert abs(of_layers[5]) < 1e-5 and f"{other:.0e}" == f"{of_layers[1]:.0e}"
 
 
 @pytest.mark.parametrize("name", WAITING)
