@@ -37,6 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec import UserError, entry, runs
 from lowprec.attention import PROBE_COLUMNS, attention
+from lowprec.probes import spectral_norms
 
 TOKENS = 32_768
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -64,7 +65,7 @@ def cases() -> list[Case]:
             "ALL_FP32", "FA2", "PAPER", "LOW", "LOW+delta_from=o_fp32", "LOW+delta_from=o_split",
             "LOW+delta_from=dp", "PAPER+shift=beta(beta=7)", "LOW+o_acc=bf16:stochastic",
             "FA2+delta_from=o_fp32", "FA2+delta_from=o_split", "FA2+delta_from=dp",
-            "FA2+o=bf16:stochastic",
+            "FA2+o=bf16:stochastic", "FA2+l_from=p_rounded", "FA2+shift=dither(amplitude=0.6931)",
         )
     ] + [
         Case(policy="FA2", tile=64), Case(policy="FA2", tile=128), Case(policy="PAPER", tile=128),
@@ -157,14 +158,20 @@ def measure(case: Case, released=None) -> dict:
     return row
 
 
-TRAINED = (("FA2", "triton"), ("FA2", "sdpa"), ("FA2+delta_from=o_fp32", "triton"),
-           ("FA2+delta_from=o_split", "triton"))  # fmt: skip
+TRAINED = (
+    ("FA2", "triton"), ("FA2", "sdpa"),
+    *((f"FA2+{change}", "triton") for change in (
+        "delta_from=o_fp32", "delta_from=o_split", "delta_from=dp", "l_from=p_rounded",
+        "o=bf16:stochastic",
+    )),
+)  # fmt: skip
 
 
-def training_step(policy: str, impl: str = "triton", steps: int = 40, device: str = "cuda",
-                  **sizes) -> dict:  # fmt: skip
-    """Tokens per second and peak memory in MiB of GPT-2's training step, without probes.
+def training_step(policy: str, impl: str = "triton", steps: int = 100, device: str = "cuda",
+                  probed: bool = False, **sizes) -> dict:  # fmt: skip
+    """Tokens per second and peak memory in MiB of GPT-2's training step.
 
+    probed: with what a run records in each step, and the spectral norms every `probe_every` steps.
     The step of `lowprec.train`: compiled but for attention, BF16 autocast over FP32 weights,
     AdamW, deterministic algorithms. Random tokens, 32 sequences. sizes: of `GPTConfig`.
     Source of the sizes left out: the preset gpt2.
@@ -184,21 +191,35 @@ def training_step(policy: str, impl: str = "triton", steps: int = 40, device: st
     batches = [(torch.randint(50257, shape, device=device),) * 2]
     scaler = torch.amp.GradScaler(device, enabled=False)  # BF16 needs no loss scale
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    probe, sums = model.new_probe() if probed else None, []
 
     def step():
         group, draw = train.Group(device), lambda i, count: 0
-        train._gradients(model, group, batches, None, True, draw, scaler)
+        train._gradients(model, group, batches, probe, True, draw, scaler)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if probed:
+            sums.append(probe.grad)
+            probe.grad = None
+
+    def look():
+        torch.stack(sums).cpu()
+        sums.clear()
+        for which in "qk":
+            spectral_norms(model.head_weights(which)).cpu()
 
     with train.deterministic():
         for _ in range(5):
             step()
+        if probed:
+            look()
         wait()
         start = time.perf_counter()
-        for _ in range(steps):
+        for i in range(steps):
             step()
+            if probed and (i + 1) % config.probe_every == 0:
+                look()
         wait()
     rate = steps * shape[0] * shape[1] / (time.perf_counter() - start)
     row = dict(policy=policy, impl=impl, tokens_per_second=rate)
@@ -341,6 +362,7 @@ def record(tests: Path | None = None, sweep: bool = True, released: Path | None 
             out["cases"].append(measure(PUBLISHED, load_released(released)))
         out["released_sha256"] = hashlib.sha256(released.read_bytes()).hexdigest()
     out["training"] = [training_step(*case) for case in TRAINED]
+    out["training_probed"] = training_step("FA2", probed=True)
     out["sweep"] = [sweep_one(*job) for job in plan if job[2] is not None]
     return out
 

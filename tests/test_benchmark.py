@@ -20,6 +20,14 @@ def test_a_training_step_is_timed(policy, impl):
     assert (row["policy"], row["impl"]) == (policy, impl) and row["tokens_per_second"] > 0
 
 
+def test_a_probed_training_step_does_what_a_run_records(monkeypatch):
+    looked = []
+    monkeypatch.setattr(benchmark, "spectral_norms", lambda w: looked.append(w.shape) or w)
+    row = training_step("FA2", "emulate", 4, "cpu", probed=True, **SMALL, probe_every=2)
+    assert row["tokens_per_second"] > 0
+    assert looked == [(1, 2, 16, 32)] * 6  # q and k, once before the clock starts and twice after
+
+
 @pytest.mark.parametrize("impl", ["flash", "cudnn"])
 def test_a_kernel_of_pytorch_is_the_one_that_is_timed(monkeypatch, impl):
     kernels, allowed = torch.backends.cuda, []
