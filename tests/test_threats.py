@@ -34,7 +34,7 @@ CAMPAIGNS = (
     "silent", "fp16", "sites", "crossed", "outside", "amount", "batches", "layers_low",
 )  # fmt: skip
 LARGE = ("explosion", "gpt2", "specimens")
-WAITING = ("paper", "measured")
+WAITING = ("paper", "measured", "landscape")
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
 """Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""

@@ -1,0 +1,104 @@
+"""The loss along the drift: does it see a step of W_Q along the mean of R, and which way is down?
+
+The error of a head's W_Q gradient is a sum of eps_i R_i, R_i = (P K)_i x_i^T, with eps of one sign
+most often (`lowprec.studies.directions`). So W_Q drifts along the mean R. The runs of a campaign
+kept their weights at some steps (`TrainConfig.weights_at`). Of each model the loss of the first
+sequences of the batch of that step is taken at W_Q + t * sigma(W_Q) * u, head by head of one layer,
+for u the mean R of the head and for a random vector in the place of its mean key, both of norm 1,
+in FP32 and with PyTorch's attention whatever the arm rounds. One small table, after which the
+weights may go:
+
+    python -m lowprec.studies.landscape runs/landscape
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pandas as pd
+import torch
+from torch.nn.functional import normalize, scaled_dot_product_attention
+
+from lowprec import entry
+from lowprec.probes import spectral_norms
+from lowprec.studies.kept import table, tabulate
+
+LAYER = 1
+"""The layer in which the six-layer model fails, counted from 0."""
+LENGTHS = tuple(i / 5 for i in range(-5, 6))
+"""t, in units of the head's sigma(W_Q)."""
+CHUNK = 8
+"""Sequences at a time, for the logits."""
+COLUMNS = {
+    "arm": "str", "seed": "int16", "step": "int32", "head": "int16", "direction": "str",
+    "t": "float32", "loss": "float64", "slope": "float64",
+}  # fmt: skip
+
+
+def mean_loss(model, text, targets) -> torch.Tensor:
+    """Mean cross-entropy in nats; leaves its gradient in what requires one."""
+    total = 0.0
+    for x, y in zip(text.split(CHUNK), targets.split(CHUNK), strict=True):
+        loss = model(x, y) * (len(x) / len(text))
+        if loss.requires_grad:
+            loss.backward()
+        total += loss.detach().double()
+    return total
+
+
+@torch.no_grad()
+def mean_r(model, text, layer: int) -> torch.Tensor:
+    """The mean over tokens of (P K)_i x_i^T, (H, D, C) float64, of every head of a layer."""
+    total = 0.0
+    for x in text.split(CHUNK):
+        stream = model.token(x) + model.position.weight[: x.shape[1]]
+        for block in model.blocks[:layer]:
+            stream = block(stream)
+        inputs = model.blocks[layer].norm_attn(stream)
+        q, k, _ = model.blocks[layer].heads(inputs)
+        keys = scaled_dot_product_attention(q, k, k, is_causal=True)
+        total += torch.einsum("bhtd,btc->hdc", keys.double(), inputs.double())
+    return total / text.numel()
+
+
+def along(model, text, targets, amp=None, layer: int = LAYER, seed: int = 0) -> pd.DataFrame:
+    """One row a head, direction and t: the loss in nats, and its exact derivative by t at 0.
+
+    text, targets: (B, T) int64. direction: "drift", the head's mean R, or "random", a random vector
+    of seed `seed` in place of its mean key, with the same input. amp is ignored: all is in FP32.
+    """
+    model.requires_grad_(False)
+    weight = model.blocks[layer].qkv.weight
+    weight.requires_grad_(True).grad = None
+    mean_loss(model, text, targets)
+    gradient = weight.grad.double()
+    weight.requires_grad_(False).grad = None
+    drift, norms = mean_r(model, text, layer), spectral_norms(model.head_weights("q"))[layer]
+    draws = torch.randn(drift.shape[:2], generator=torch.Generator().manual_seed(seed))
+    found = []
+    for head, mean in enumerate(drift):
+        rows = slice(head * len(mean), (head + 1) * len(mean))
+        whole, inputs = weight[rows].clone(), torch.linalg.svd(mean, full_matrices=False).Vh[0]
+        random = torch.outer(normalize(draws[head].to(mean), dim=0), inputs)
+        for name, u in (("drift", mean / mean.norm()), ("random", random)):
+            step = norms[head] * u
+            slope = (gradient[rows] * step).sum().item()
+            for t in LENGTHS:
+                weight[rows] = whole + (t * step).to(whole)
+                loss = mean_loss(model, text, targets).item()
+                found.append((head, name, t, loss, slope))
+        weight[rows] = whole
+    return pd.DataFrame(found, columns=["head", "direction", "t", "loss", "slope"])
+
+
+compare = functools.partial(table, along, COLUMNS, impl="sdpa", policy="FA2", layers={})
+"""`along` of the kept weights of all runs in a folder; see `lowprec.studies.kept.table`."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure the loss along the drift in the kept weights of a campaign's runs."""
+    tabulate(argv, main.__doc__, compare, 64, "landscape.parquet")
+
+
+if __name__ == "__main__":
+    entry(main)
