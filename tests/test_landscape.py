@@ -1,5 +1,6 @@
 """The loss along the drift in kept weights: against autograd and R by hand, and the command."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -36,6 +37,20 @@ def test_the_slope_is_that_of_the_losses(trial):
     at_zero = found[found.t == 0].loss
     whole = model(text, targets).item()
     assert at_zero.to_numpy() == pytest.approx(whole, abs=1e-6), "chunks, and weights put back"
+
+
+def test_the_bend_is_a_second_difference():
+    curves = dict(drift=lambda t: 3 + t + 5 * t**2, random=lambda t: 3 - 2 * t - t**2 + t**4)
+    rows = [
+        ("fa2", 0, 800, 4, name, np.float32(t), curve(t), slope)
+        for (name, curve), slope in zip(curves.items(), (1.0, -2.0), strict=True)
+        for t in landscape.LENGTHS
+    ]
+    columns = ["arm", "seed", "step", "head", "direction", "t", "loss", "slope"]
+    found = landscape.shapes(pd.DataFrame(rows, columns=columns)).loc["fa2", 0, 800, 4]
+    assert found["bend", "drift"] == pytest.approx(2 * 5 * 0.2**2)
+    assert found["bend", "random"] == pytest.approx(2 * (-(0.2**2) + 0.2**4))
+    assert (found["slope", "drift"], found["slope", "random"]) == (1.0, -2.0)
 
 
 def test_the_drift_is_the_mean_of_r(trial):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pandas as pd
 import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention
@@ -89,6 +90,18 @@ def along(model, text, targets, amp=None, layer: int = LAYER, seed: int = 0) -> 
                 found.append((head, name, t, loss, slope))
         weight[rows] = whole
     return pd.DataFrame(found, columns=["head", "direction", "t", "loss", "slope"])
+
+
+def shapes(table: pd.DataFrame) -> pd.DataFrame:
+    """The slope of each curve at 0 and its second difference over t = -0.2, 0 and 0.2, `bend`.
+
+    table: of `compare`. Index arm, seed, step, head; columns (slope or bend, direction).
+    """
+    curve = ["arm", "seed", "step", "head", "direction"]
+    near = table[table.t.abs() < 0.3].assign(weight=lambda some: np.where(some.t == 0, -2.0, 1.0))
+    bend = (near.loss * near.weight).groupby([near[name] for name in curve]).sum()
+    found = pd.DataFrame(dict(bend=bend, slope=table.groupby(curve).slope.first()))
+    return found.unstack("direction")
 
 
 compare = functools.partial(table, along, COLUMNS, impl="sdpa", policy="FA2", layers={})
