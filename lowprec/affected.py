@@ -345,6 +345,13 @@ def _load(path: Path, seed: int):
     """A Capture, a GPT or a transformers model, by the kind of path."""
     if path.suffix in (".xz", ".safetensors"):
         return Capture.load(path)
+    if not path.exists():
+        raise UserError(f"there is no {path}; give a folder, config.json, checkpoint.pt or capture")
+    if (path / "run.json").is_file():
+        raise UserError(
+            f"{path} is a run; give its checkpoint.pt if it is unfinished, a file of its .weights/ "
+            "or a capture"
+        )
     return _checkpoint(path) if path.suffix == ".pt" else _transformers(path, seed)
 
 
@@ -370,8 +377,6 @@ def _checkpoint(path: Path) -> GPT:
 
 
 def _transformers(path: Path, seed: int):
-    if not path.exists():
-        raise UserError(f"there is no {path}; give a folder, config.json, checkpoint.pt or capture")
     if path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin")):
         raise UserError(f"{path} has no weights; give its config.json for random ones")
     with _transformers_reading(path) as hub:

@@ -205,16 +205,23 @@ def test_a_run_s_own_checkpoint_is_read(tmp_path, monkeypatch):
     "name,words",
     [
         ("nothing", "there is no"),
+        ("nothing.pt", "there is no"),
         ("a.pt", "holds no checkpoint or weights of a run"),
         ("config.json", "cannot read"),
         ("", "has no weights"),
     ],
 )
 def test_a_mistake_is_one_sentence(hub, tmp_path, name, words):
-    if name != "nothing":
+    if "nothing" not in name:
         (tmp_path / (name or "config.json")).write_text("{}")
     with pytest.raises(UserError, match=words):
         affected.probe(tmp_path / name)
+
+
+def test_a_run_folder_is_told_from_a_model(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="is a run; give its checkpoint.pt"):
+        affected.probe(tmp_path)
 
 
 @pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer.json", "config.json"])
