@@ -125,9 +125,10 @@ def verdict(table: pd.DataFrame) -> str:
     )
     read = f"\nRead: {table.attrs['read']}." if "read" in table.attrs else ""
     if ill.empty:
+        small = f" An alarm needs a mean score of {COMMON:.0f} and more, in size, as well."
         return (
             f"No alarm in {len(table)} head(s), which on little text proves nothing. The largest: "
-            f"{text[0].lower()}{text[1:]}.{read}"
+            f"{text[0].lower()}{text[1:]}.{small * bool(worst.share >= SHARE)}{read}"
         )
     late = "it computes something else already" if worst.tv >= BROKEN else "it is still right"
     return (

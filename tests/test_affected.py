@@ -131,7 +131,9 @@ def test_a_planted_common_part_rings_in_its_head(hub, common, share, rings):
     ill = table[table.share >= affected.SHARE][["layer", "head"]].to_numpy().tolist()
     assert ill == ([[1, 1]] if share else [])
     assert table.alarm.sum() == rings
-    assert affected.verdict(table).startswith("ALARM in 1 of 4" if rings else "No alarm")
+    said = affected.verdict(table)
+    assert said.startswith("ALARM in 1 of 4" if rings else "No alarm")
+    assert ("needs a mean score" in said) == (share > 0 and not rings)
     assert model.config._attn_implementation != "lowprec-probe"
 
 
