@@ -698,6 +698,16 @@ def test_page_45_a_larger_model(larger):
     assert all(abs(r.common) < affected.COMMON for r in silent)
 
 
+def test_page_41_ties_with_the_rule(recorded):
+    def share(run, step):
+        some = run.probes[run.probes.step == step]
+        return some.tied_rows.sum() / some.rows.sum()
+
+    ruled = chosen(recorded, "rivals", "beta2_floor")
+    assert len(ruled) == 8 and not any(run.explosion for run in ruled)
+    assert min(share(run, 6999) / share(run, 599) for run in ruled) > 3
+
+
 def test_page_46_weights_below_1_without_silence(recorded):
     """The shelf, too."""
     moved = chosen(recorded, "rivals", "dither", "offset_1", "offset_2")
