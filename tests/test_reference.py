@@ -100,6 +100,47 @@ def test_fp32_shadow_keeps_row_sums_of_ds_zero():
     assert drift["o_fp32"] < 1e-5 < 1e-4 < drift["o"]
 
 
+def delta_bound(t, q, k, v, do):
+    """How far delta in FP32 may be from that of the float64 trace t; (..., queries).
+
+    To first order in u = 2^-24, with n terms in a sum rounding n times and exp and log off by one
+    ulp: a score errs by e = (D + 2) u scale |q||k|, so a weight beside its row's other weights by
+    eta = max(e + u |s - m|) + 2u, its sum by eta + T u. P of the backward reads that as lse, with
+    u (|lse| + 2 log l) more, and takes s - lse, as large as s - m and log l. Sums over T of the
+    numerator, or over D of dP, and over the rest for delta: together (2 eta + 2 T + D + 4) u of
+    what is summed, without its signs.
+    """
+    u, (n, d) = 2.0**-24, k.shape[2:]
+    seen = t.s.isfinite()
+    products = d**-0.5 * (q.double().abs() @ k.double().abs().mT)
+    spread = (t.m[..., None] - t.s).where(seen, 0.0)
+    eta = ((d + 2) * products.where(seen, 0.0) + spread).amax(-1) + 2
+    lse = t.lse.abs() + 3 * t.l.log() + spread.amax(-1)
+    size = (do.double().abs() * (t.p_bwd @ v.double().abs())).sum(-1)
+    return 1.01 * u * (2 * eta + 2 * n + d + 4 + lse) * size
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_delta_from_each_source_is_that_of_float64_within_fp32(name):
+    """In FP32 they are one number, within a bound that follows from the format. O rounded to BF16
+    breaks it; with its residual it errs by 2^-8 of 2^-8 of the output more."""
+    inputs = family(name, (1, 2, 16, 16), dtype=torch.float32)
+    exact = oracle(*inputs[:3], do=inputs[3])
+    bound = delta_bound(exact, *inputs)
+    residual = 2.0**-16 * (inputs[3] * exact.o).abs().sum(-1)
+
+    def error(policy):
+        t = emulate(*inputs[:3], ALL_FP32.replace(**policy), do=inputs[3])
+        return (t.delta - exact.delta).abs()
+
+    for source in ("o", "o_fp32", "o_split", "dp"):
+        assert (error(dict(delta_from=source)) <= bound).all(), source
+    for source in ("o_fp32", "dp"):
+        assert (error(dict(o="bf16", delta_from=source)) <= bound).all(), source
+    assert (error(dict(o="bf16", delta_from="o_split")) <= bound + residual).all()
+    assert (error(dict(o="bf16")) > bound).any()
+
+
 def test_beta_rule_lowers_p_max_below_one_and_underflows():
     q, k, v, _ = family("tied")
     plain = emulate(q, k, v, PAPER)
