@@ -4,6 +4,7 @@ book/_generated/claims_paper.md      what Qiu & Yao (2025) say, each statement w
 book/_generated/claims_counts.md     how many claims have which verdict
 book/_generated/claims_all.md        every claim, page by page
 book/_generated/claim-ID.md          one claim, for prose that rests on it
+book/_generated/threat-WORD.md       the claims to doubt for one threat, folded
 book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
 book/status.md                       page x profile x date x hardware x duration x verdicts
@@ -45,6 +46,9 @@ def write(root: Path) -> list[Path]:
     }
     for id, result in results.items():
         texts[generated / f"claim-{id}.md"] = result.myst()
+    for word in {word for claim in registry.values() for word in claim.threats}:
+        text = doubted(word, registry, results, titles)
+        texts[generated / f"threat-{word.lower()}.md"] = text
     for name, nb in executed.items():
         for figure, markup in figures(nb).items():
             texts[generated / f"figure-{name}-{figure}.md"] = raw_html(markup)
@@ -165,6 +169,16 @@ def by_page(registry: dict[str, Claim]) -> dict[str, list[Claim]]:
     """The claims of each notebook, in the order of the notebooks' names."""
     names = sorted({claim.notebook for claim in registry.values()})
     return {name: [c for c in registry.values() if c.notebook == name] for name in names}
+
+
+def doubted(word: str, registry, results, titles) -> str:
+    """The claims that name a threat, folded, an item a page: each id, linked to its box."""
+    some = {id: claim for id, claim in registry.items() if word in claim.threats}
+    items = [f":::{{dropdown}} Claims doubted for this: {len(some)}\n"]
+    for name, of_page in by_page(some).items():
+        linked = (f"[`{c.id}`](#claim-{c.id})" if c.id in results else f"`{c.id}`" for c in of_page)
+        items.append(f"- {page_of(name, titles)}: {', '.join(linked)}\n")
+    return "".join([*items, ":::\n"])
 
 
 def counts(registry: dict[str, Claim]) -> str:

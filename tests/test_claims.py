@@ -307,6 +307,11 @@ def test_an_exploratory_claim_says_so(repository):
     }.items():
         assert shown in (repository / page).read_text()
     assert "1 exploratory (1 supported)" in (repository / "README.md").read_text()
+    assert (repository / "book/_generated/threat-seeds.md").read_text().splitlines() == [
+        ":::{dropdown} Claims doubted for this: 1",
+        "- {doc}`/executed/36_bias`: [`bias`](#claim-bias)",
+        ":::",
+    ]
 
 
 # The repository's own claims

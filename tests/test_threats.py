@@ -11,7 +11,7 @@ import torch
 import yaml
 from scipy import stats
 
-from lowprec import affected, agreement, claims, runs
+from lowprec import affected, agreement, claims, pages, runs
 from lowprec.attention import trace
 from lowprec.capture import Capture
 from lowprec.policy import PrecisionPolicy
@@ -79,6 +79,22 @@ def test_every_threat_touches_a_claim():
     assert all(word.lower() == label for word, label in legend)
     assert named == {word for word, _ in legend} and labels == {label for _, label in legend}
     assert len(labels) == len(legend) == 15 and THREATS.count("Fifteen ways") == 1
+
+
+def test_each_threat_shows_the_claims_that_name_it_and_no_other():
+    threats = re.findall(r"^\| \{ref\}`(\w+) <threat-(\w+)>` \|", THREATS, re.MULTILINE)
+    sections = re.split(r"^\(threat-(\w+)\)=$", THREATS, flags=re.MULTILINE)
+    shown = {
+        label: re.findall(r"_generated/threat-(\w+)\.md", section)
+        for label, section in zip(sections[1::2], sections[2::2], strict=True)
+    }
+    assert shown == {label: [label] for _, label in threats}
+    for word, _ in threats:
+        text = pages.doubted(word, REGISTRY, REGISTRY, {})
+        named = [claim.id for claim in REGISTRY.values() if word in claim.threats]
+        linked = re.findall(r"\[`([\w-]+)`\]\(#claim-([\w-]+)\)", text)
+        assert sorted(linked) == sorted((id, id) for id in named)
+        assert f"Claims doubted for this: {len(named)}\n" in text
 
 
 def test_the_claims_of_one_layer_that_were_announced():
