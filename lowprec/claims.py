@@ -216,7 +216,11 @@ class Result:
 
 def threat_links(claim: Claim) -> list[str]:
     """The threats of a claim, as links to their sections of book/threats.md."""
-    return [f"{{ref}}`{word} <threat-{word.lower()}>`" for word in claim.threats]
+    return [threat_link(word) for word in claim.threats]
+
+
+def threat_link(word: str) -> str:
+    return f"{{ref}}`{word} <threat-{word.lower()}>`"
 
 
 def number(value, exact: bool = False) -> str:

@@ -102,7 +102,8 @@ def title(nb: dict) -> str:
 
 
 def statements(book: Path) -> list[dict]:
-    """What the paper says, from book/statements.yml: id, where, says."""
+    """What the paper says, from book/statements.yml: id, where, says. One that no claim tests has
+    `untested`, why, and `threat`, the word of book/threats.md that says more."""
     return yaml.safe_load((book / "statements.yml").read_text())
 
 
@@ -110,7 +111,8 @@ def of_paper(registry: dict[str, Claim], said: list[dict], results: dict | None 
     """Each statement of the paper and under it the claims that test it, in the order of the book:
     measured and linked to their boxes if `results` has them, else as claims.yml has it.
 
-    Raises `UserError` for a claim of the paper's that tests none of its statements.
+    Raises `UserError` for a claim of the paper's that tests none of its statements, and for a
+    statement with neither or both of claims and a reason to have none.
     """
     tests = {statement["id"]: [] for statement in said}
     for claim in registry.values():
@@ -136,7 +138,16 @@ def of_paper(registry: dict[str, Claim], said: list[dict], results: dict | None 
                 )
             gloss = f" *{claim.gloss}*" if claim.gloss else ""
             lines.append(f"- {in_words(claim, results)}: {claim.sentence}{more}{gloss}")
-        lines.append("" if tests[statement["id"]] else "- not tested here\n")
+        if bool(tests[statement["id"]]) == ("untested" in statement):
+            raise UserError(
+                f"statement {statement['id']} of book/statements.yml needs a claim that tests it "
+                "or, under `untested`, why there is none"
+            )
+        if "untested" in statement:
+            word = statement["threat"]
+            link = f"[{word}](book/threats.md)" if results is None else claims.threat_link(word)
+            lines.append(f"- not tested here: {statement['untested']}, see the threat {link}")
+        lines.append("")
     return "\n".join(lines)
 
 

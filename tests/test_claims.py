@@ -285,6 +285,23 @@ def test_a_claim_that_its_notebook_does_not_check_is_an_error(repository):
         pages.write(repository)
 
 
+def test_a_statement_has_claims_or_a_reason_to_have_none(repository):
+    file, registry = (
+        repository / "book" / "statements.yml",
+        claims.load(repository / "book/claims.yml"),
+    )
+    [said] = yaml.safe_load(file.read_text())
+    why = dict(untested="one GPU", threat="GPU")
+    other = {**said, "id": "other"}
+    with pytest.raises(UserError, match="statement other .* why there is none"):
+        pages.of_paper(registry, [said, other])
+    with pytest.raises(UserError, match="statement biased .* why there is none"):
+        pages.of_paper(registry, [said | why])
+    for results, link in ((None, "[GPU](book/threats.md)"), ({}, "{ref}`GPU <threat-gpu>`")):
+        text = pages.of_paper(registry, [said, other | why], results)
+        assert text.endswith(f"- not tested here: one GPU, see the threat {link}\n")
+
+
 def test_a_claim_of_a_later_notebook_waits(repository):
     (repository / "notebooks" / "36_bias.ipynb").unlink()
     pages.write(repository)

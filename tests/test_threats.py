@@ -316,6 +316,17 @@ def test_sizes(recorded):
     assert len(chosen(recorded, "gpt2", "o_fp32") + chosen(recorded, "explosion", "o_fp32")) == 6
 
 
+def test_what_keeps_statements_of_the_paper_untested(recorded):
+    """book/statements.yml: why no claim tests them."""
+    said = {s["id"]: s for s in pages.statements(BOOK) if "untested" in s}
+    assert {s["threat"] for s in said.values()} <= {w for c in REGISTRY.values() for w in c.threats}
+    every = [run for table in recorded.values() for run in table.run]
+    most = max(len(run.metrics) for run in every)
+    assert most == 8_000 and "8,000 steps" in said["stabilised-longer"]["untested"]
+    widest = {tuple(run.info["config"][k] for k in ("n_layer", "n_embd")) for run in every}
+    assert max(widest) == (12, 768), "that is GPT-2 of 124 million weights"
+
+
 def test_a_higher_rate_is_not_always_sooner(recorded):
     low = [
         (run.info["config"]["lr"], run.explosion.onset)
