@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"
 REGISTRY = claims.load(BOOK / "claims.yml")
 THREATS = (BOOK / "threats.md").read_text()
+SHELF = (BOOK / "shelf.md").read_text()
 PAGES = ("how_to_read", "threats", "shelf")
 CAMPAIGNS = (
     "mini", "explosion", "calibration", "origin", "production", "drift", "layers", "gpt2",
@@ -108,6 +109,24 @@ def test_the_claims_of_one_layer_that_were_announced():
     wanted = dict.fromkeys(held.split(), "supported") | dict.fromkeys(failed.split(), "refuted")
     wanted |= dict.fromkeys(("layer-low-alone", "layer-low-without"), "supported")
     assert announced == wanted | {"layer-low-others": "inconclusive"}, MEND
+
+
+def test_what_reviewers_object_is_answered_by_verdicts():
+    table = SHELF.split("(shelf-reviews)=")[1].split("\n## ")[1]
+    verdicts = {
+        "supported": "delta-fp8-size larger-safe larger-sum-before affected-lead spike-share "
+        "spike-adam bias-once common-force addition-long-weight rivals-train-qk-norm "
+        "rivals-alike-qk-norm common-healthy stabilised-negative gradient-row-sum "
+        "gradient-in-row-sums rounding-fa2-without-ties stabilised-activations delta-silent-sites",
+        "refuted": "larger-layer heads-sum-alone spike-gradient-blind bias-held addition-remark-1 "
+        "common-untrained rivals-posit-ties rivals-posit-bias stabilised-loud "
+        "rounding-ties-before-take-off rounding-ties-and-bias",
+        "inconclusive": "rounding-sink-no-ties",
+        "not run": "cost-training-probe",
+    }
+    wanted = {id: verdict for verdict, ids in verdicts.items() for id in ids.split()}
+    linked = re.findall(r"\(#claim-([\w-]+)\)", table)
+    assert {id: REGISTRY[id].verdict for id in linked} == wanted, "mend the table of shelf.md"
 
 
 # Links, citations and terms, which the builder would only find out late
