@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowprec import UserError, runs
-from lowprec.formats import BF16
+from lowprec.formats import BF16, ulp
 from lowprec.reference import oracle
 from lowprec.studies import peers
 from lowprec.studies.additions import output_errors
@@ -62,6 +62,22 @@ def test_a_rounded_numerator_errs_the_other_way():
         if r["other"] == "nearer to 0"
     )
     assert row["mean"] < -0.2
+
+
+def test_the_bias_of_delta_is_one_ulp_if_each_number_of_o_is_off_by_one_towards_do():
+    g = torch.Generator().manual_seed(0)
+    do, o = torch.randn(2, 3, 5, 8, generator=g, dtype=torch.float64)
+    off = do.sign() * ulp(o, BF16)
+    bias, half = peers.in_ulp((do * off).sum(-1), do, o)
+    assert bias == pytest.approx(1) and half > 0
+    small = -0.25 * o.sign() * ulp(o, BF16)
+    assert peers.in_ulp((o.sign() * small).sum(-1), o.sign(), o)[0] == pytest.approx(-0.25)
+
+
+def test_on_ties_delta_has_the_bias_of_o_if_do_has_one_sign_and_none_if_drawn():
+    for row in peers.measure_ties(peers.programs("cpu")["FA2"], "cpu", heads=9, counts=(2,)):
+        assert row["delta_same"] == pytest.approx(row["mean"], abs=0.02)
+        assert abs(row["delta_drawn"]) < 2 * row["delta_drawn_half"]
 
 
 class Shifted(torch.autograd.Function):

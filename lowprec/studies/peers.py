@@ -155,8 +155,12 @@ def tied_rows(k: int, other, heads=3, head_dim=64, seqlen=1024, weight=WEIGHT, s
 
 
 def measure_ties(program, device, heads=9, seqlen=256, counts=TIES) -> list[dict]:
-    """Mean error of O in ulp and half its 95 % interval, by ties and by the other token's V."""
-    out = []
+    """Mean error of O in ulp and half its 95 % interval, by ties and by the other token's V.
+
+    delta_same, delta_drawn: bias `in_ulp` of the delta read from that O for a normal dO, without
+    its sign and with it; delta_drawn_half: half the interval of the latter.
+    """
+    out, g = [], torch.Generator().manual_seed(1)
     for k in counts:
         for other, interval in OTHERS.items():
             *inputs, rows, exact = tied_rows(k, interval, heads, seqlen=seqlen)
@@ -166,8 +170,26 @@ def measure_ties(program, device, heads=9, seqlen=256, counts=TIES) -> list[dict
             error = (o[:, rows] - exact) / ulp(exact, BF16)
             half = 1.96 * error.std().item() / math.sqrt(error.numel())
             values = dict(mean=error.mean().item(), half=half, n=error.numel())
+            do = torch.randn(exact.shape, generator=g, dtype=torch.float64)
+            wrong = o[:, rows] - exact
+            values["delta_same"], _ = in_ulp((do.abs() * wrong).sum(-1), do, exact)
+            values["delta_drawn"], values["delta_drawn_half"] = in_ulp(
+                (do * wrong).sum(-1), do, exact
+            )
             out.append(dict(program=program.name, ties=k, other=other, **values))
     return out
+
+
+def in_ulp(eps, do, o) -> tuple[float, float]:
+    """Sum of the errors eps (..., rows) of dO * O over the sum of their ulps, and half its 95 %
+    interval over rows. do, o: (..., rows, D), of which o is exact.
+
+    One ulp of a row is sum |dO| ulp(O): what its delta is off by if each number of O is, by one ulp
+    of BF16 and towards dO. (An ulp of delta's own value says nothing: every backward keeps delta in
+    FP32, and its terms cancel.) With sign(O) for dO it is the bias of O along its own sign.
+    """
+    ulps = (do.double().abs() * ulp(o, BF16)).sum()
+    return (eps.sum() / ulps).item(), (1.96 * eps.square().sum().sqrt() / ulps).item()
 
 
 # Captures
@@ -235,6 +257,7 @@ def measure_captures(specimens: Specimens, found: dict[str, dict]) -> list[dict]
 
     along, along_half: mean error of O along its own sign in ulp, and half of its 95 % interval
         with rows as clusters
+    o_ulp, o_ulp_half, delta_ulp, delta_ulp_half: bias of O along its own sign and of delta `in_ulp`
     corr_o, equal, equal_p_rounded: correlation of the errors of O with ours; share of outputs that
         are ours bit by bit, and ours under l_from=p_rounded
     delta_bias, delta_half: sum of the errors of delta over that of their sizes, half its interval
@@ -254,8 +277,13 @@ def measure_captures(specimens: Specimens, found: dict[str, dict]) -> list[dict]
             row, eps, mine = along[0, i].mean(-1), e["delta"][0, i], ours["delta"][0, i]
             seen = e["implied"][0, i]
             size = e["gradient"][i].norm()
+            exact, sign = s.exact.o[0, i], s.exact.o[0, i].sign()
+            o_ulp, o_ulp_half = in_ulp((e["o"][0, i] * sign).sum(-1), sign, exact)
+            delta_ulp, delta_ulp_half = in_ulp(eps, s.do[0, i], exact)
             values = dict(
                 along=row.mean(), along_half=1.96 * row.std() / math.sqrt(len(row)),
+                o_ulp=o_ulp, o_ulp_half=o_ulp_half,
+                delta_ulp=delta_ulp, delta_ulp_half=delta_ulp_half,
                 corr_o=correlation(e["o"][0, i], ours["o"][0, i]),
                 equal=(e["o"][0, i] == ours["o"][0, i]).double().mean(),
                 equal_p_rounded=(e["o"][0, i] == other[0, i]).double().mean(),
