@@ -60,12 +60,14 @@ COLUMNS = {
     "head": "of queries",
     "tied": "share of rows whose largest score is tied",
     "o_bias": "sum of the errors of O, over the sum of the BF16 ulps of the exact O",
-    "delta_bias": "sum eps / sum |eps| over rows; eps is what rounding O makes delta wrong by",
+    "delta_bias": "sum eps / sum |eps| over rows; eps is delta from the stored O less "
+    "delta from O before that rounding, not delta against float64",
     "delta_low": f"lower end of its 95 % interval, from {BLOCKS} blocks of rows",
     "delta_high": "upper end",
     "share": "the error that eps makes in W_Q's gradient, over the exact gradient, in norm; "
     f"an alarm needs {SHARE:g} and more",
-    "share_all": "the same with the whole error of that gradient, of all roundings",
+    "share_all": "the same with the whole error of that gradient, of all roundings: dQ of the "
+    "policy less dQ in float64",
     "key_share": "size of the mean key, over the rms of the keys",
     "common": "mean score of a row, averaged over the rows from the second on; "
     f"an alarm needs {COMMON:g} and more, in size",
@@ -220,7 +222,8 @@ def _table(calls, read: str) -> pd.DataFrame:
         tables.append(pd.DataFrame(dict(layer=call.layer, head=heads) | columns))
     table = pd.concat(tables, ignore_index=True)
     table["alarm"] = (table.share >= SHARE) & (table.common.abs() >= COMMON)
-    table.attrs["read"] = read
+    policies = ", ".join(dict.fromkeys(str(call.policy) for call in calls))
+    table.attrs["read"] = f"{read}; attention emulated under {policies}"
     return table
 
 

@@ -155,6 +155,7 @@ def test_the_command(hub, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "No alarm in 8 head(s)" in out
     assert "Read: random weights of seed 0, and 4 x 64 tokens of some.txt, as bytes" in out
+    assert "; attention emulated under FA2." in out
     assert (tmp_path / "f.png").stat().st_size > 5000
     table = (tmp_path / "t.csv").read_text().splitlines()
     assert len(table) == 9 and table[0].split(",") == list(affected.COLUMNS)
