@@ -117,12 +117,13 @@ def test_what_reviewers_object_is_answered_by_verdicts():
         "supported": "delta-fp8-size larger-safe larger-sum-before affected-lead spike-share "
         "spike-adam bias-once common-force addition-long-weight rivals-train-qk-norm "
         "rivals-alike-qk-norm common-healthy stabilised-negative gradient-row-sum "
-        "gradient-in-row-sums rounding-fa2-without-ties stabilised-activations delta-silent-sites",
+        "gradient-in-row-sums rounding-fa2-without-ties stabilised-activations delta-silent-sites "
+        "stabilised-gamma rounding-planted-sink",
         "refuted": "larger-layer heads-sum-alone spike-gradient-blind bias-held addition-remark-1 "
         "common-untrained rivals-posit-ties rivals-posit-bias stabilised-loud "
-        "rounding-ties-before-take-off rounding-ties-and-bias",
+        "rounding-ties-before-take-off rounding-ties-and-bias rounding-top-key-tied",
         "inconclusive": "rounding-sink-no-ties",
-        "not run": "cost-training-probe",
+        "not run": "cost-training-probe spike-opposed",
     }
     wanted = {id: verdict for verdict, ids in verdicts.items() for id in ids.split()}
     linked = re.findall(r"\(#claim-([\w-]+)\)", table)
