@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import io
 import json
@@ -65,12 +66,24 @@ class Recorder:
             self.info["campaign_sha256"] = campaign
         if group.rank == 0:
             runs.make_folder(self.part)
+            self._hold()
         self.step = self.flushed = 0  # steps done, steps written
         self.pending, self.metrics, self.probes = [], [], []
         self.recent = deque(maxlen=max(runs.PATIENCE + BEFORE, 2 * config.probe_every) + 200)
         self.onset = []
         self.seconds, self.clock = 0.0, time.time()
         self.began, self.timed = (0, self.clock), None
+
+    def _hold(self):
+        """Keep other processes of this machine from writing the folder until this one ends."""
+        self.held = os.open(self.part, os.O_RDONLY)
+        try:
+            fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.held)
+            raise UserError(f"{self.part} is being trained by another process") from None
+        except OSError:  # a file system without locks
+            pass
 
     def measured(self, loss, norm, lr, probe):
         """One step's numbers, still on the device."""
@@ -269,9 +282,10 @@ class Recorder:
             f"{self.name} was stopped after {self.step} steps, see {self.part}; {goes_on}"
         )
 
-    def leave_nothing_empty(self):
-        """Drop the unfinished folder if nothing was recorded in it."""
+    def leave(self):
+        """Let go of the folder, and drop it if nothing was recorded in it."""
         if self.group.rank == 0:
+            os.close(self.held)
             with contextlib.suppress(OSError):
                 self.part.rmdir()
 

@@ -56,7 +56,7 @@ def train(
             model, end = _loop(config, tokens, group, recorder, stop)
             recorder.finish(end, model, out)
         finally:
-            recorder.leave_nothing_empty()
+            recorder.leave()
         group.wait()
     return runs.load_run(out)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import math
@@ -251,6 +252,11 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
         fixed = Recorder._fixed
         patch.setattr(Recorder, "_fixed", lambda self: fixed(self) | dict(processes=2))
         train(config, tmp_path / "b", resume=True)
+    held = os.open(tmp_path / ".b.part", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="is being trained by another process"):
+        train(config, tmp_path / "b", resume=True)
+    os.close(held)
     tokens = data.load_tokens(config.data)
     data.write_shards(tokens.window(1, 9999), tmp_path / "c", tokens.name, tokens.vocabulary)
     with pytest.raises(UserError, match="with other data_sha256; take the same"):
