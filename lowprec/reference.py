@@ -37,6 +37,11 @@ class Trace(SimpleNamespace):
     p is not normalised, it enters P V; p_bwd is, and enters dV.
     """
 
+    def __repr__(self) -> str:
+        shapes = (f"{name} {tuple(value.shape)}" for name, value in vars(self).items()
+                  if isinstance(value, torch.Tensor))  # fmt: skip
+        return f"Trace({', '.join(shapes)})"
+
 
 def check_inputs(q, k, v, causal: bool, scale: float | None, do=None, tile=None, seed=0) -> float:
     """Raise `UserError` for what is not attention; return the softmax scale."""

@@ -243,3 +243,9 @@ def test_a_redrawn_output_gives_delta_an_error_that_the_output_has_not():
     assert abs(related) < 5 / redrawn.numel() ** 0.5
     exact = emulate(q, k, v, FA2.replace(delta_from="o_redrawn", o="fp32"), do=do)
     assert torch.equal(exact.delta, exact.delta_ref)
+
+
+def test_a_trace_prints_as_names_and_shapes():
+    q = torch.zeros(1, 2, 3, 16)
+    shown = repr(emulate(q, q, q, "LOW"))
+    assert "o (1, 2, 3, 16)" in shown and "m (1, 2, 3)" in shown and "tensor" not in shown
