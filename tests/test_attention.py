@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
 from lowprec.attention import PROBE_COLUMNS, _flash_backward, attention, resolve_impl
+from lowprec.drop_in import sdpa
 from lowprec.policy import ALL_FP32, FA2, LOW
 from lowprec.reference import emulate, oracle
 
@@ -196,6 +197,29 @@ def test_sdpa_gives_the_numbers_of_the_flash_kernel():
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         wanted = F.scaled_dot_product_attention(*inputs[:3], is_causal=True)
     assert torch.equal(got[0], wanted) and torch.equal(traced, wanted)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "heads, how",
+    [(6, {"is_causal": True}), (6, {}), (2, {"is_causal": True, "enable_gqa": True})],
+)
+def test_the_drop_in_is_as_near_to_float64_as_pytorch(heads, how, device):
+    """SAFE rounds where the flash kernel does, and delta less: no error is a quarter larger."""
+    g = torch.Generator(device).manual_seed(0)
+    shapes = (2, 6, 512, 64), *[(2, heads, 512, 64)] * 2
+    inputs = [torch.randn(s, generator=g, device=device).bfloat16() for s in shapes]
+    do = torch.randn(shapes[0], generator=g, device=device).bfloat16()
+    results = []
+    for function, dtype in (
+        (F.scaled_dot_product_attention, torch.float64), (sdpa, None),
+        (F.scaled_dot_product_attention, None),
+    ):  # fmt: skip
+        leaves = [t.to(dtype or t.dtype).requires_grad_() for t in inputs]
+        o = function(*leaves, **how)
+        results.append([o, *torch.autograd.grad(o, leaves, do.to(o.dtype))])
+    for exact, ours, theirs in zip(*results, strict=True):
+        assert 0 < (ours.double() - exact).norm() < 1.25 * (theirs.double() - exact).norm()
 
 
 def test_auto():
