@@ -1,12 +1,12 @@
 """The loss along the drift: does it see a step of W_Q along the mean of R, and which way is down?
 
-The error of a head's W_Q gradient is a sum of eps_i R_i, R_i = (P K)_i x_i^T, with eps of one sign
-most often (`lowprec.studies.directions`). So W_Q drifts along the mean R. The runs of a campaign
-kept their weights at some steps (`TrainConfig.weights_at`). Of each model the loss of the first
-sequences of the batch of that step is taken at W_Q + t * sigma(W_Q) * u, head by head of one layer,
-for u the mean R of the head and for a random vector in the place of its mean key, both of norm 1,
-in FP32 and with PyTorch's attention whatever the arm rounds. One small table, after which the
-weights may go:
+The error of a head's W_Q gradient is a sum of -eps_i R_i, R_i = (P K)_i x_i^T, with eps of one sign
+most often (`lowprec.studies.directions`). Descent subtracts it. So if eps is positive W_Q drifts
+along the mean R, and a positive slope opposes the drift. The runs of a campaign kept their weights
+at some steps (`TrainConfig.weights_at`). Of each model the loss of the first sequences of the batch
+of that step is taken at W_Q + t * sigma(W_Q) * u, head by head of one layer, for u the mean R of
+the head and for a random vector in the place of its mean key, both of norm 1, in FP32 and with
+PyTorch's attention whatever the arm rounds. One small table, after which the weights may go:
 
     python -m lowprec.studies.landscape runs/landscape
 """
