@@ -1,6 +1,7 @@
 """Which head takes off first, on made-up runs, and the exact test of agreement, by enumeration."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from lowprec.studies.heads import (
     end_of,
     norms,
     over_healthy,
+    picked_for,
     rank_correlations,
     sums,
     take_offs,
@@ -99,3 +101,16 @@ def test_correlations_are_between_arms_only():
     table = rank_correlations({("a", 0): up, ("a", 1): down, ("b", 0): up * 7})
     assert len(table) == 2 and set(table.arm) == {"a"} and set(table["other arm"]) == {"b"}
     assert dict(zip(table.seed, table.correlation, strict=True)) == {0: 1, 1: -1}
+
+
+def test_a_sequence_is_picked_for_the_head_with_the_largest_error_of_the_step_and_layer():
+    keys = itertools.product((1, 2), (0, 1), (0, 1, 2))  # step, layer, head
+    errors = pd.DataFrame(keys, columns=["step", "layer", "head"])
+    errors["error_norm"] = [9, 8, 7, 1, 3, 2, 5, 6, 4, 2, 1, 3]
+    capture = SimpleNamespace(step=1, layer=1, path=Path("made-up.xz"))
+    assert picked_for(capture, errors) == 1
+    capture.step = 2
+    assert picked_for(capture, errors) == 2
+    capture.step = 3
+    with pytest.raises(UserError, match="made-up: step 3 is not in the run's window"):
+        picked_for(capture, errors)

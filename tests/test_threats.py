@@ -19,7 +19,7 @@ from lowprec.reference import oracle
 from lowprec.studies import alone, mixed_runs, rivals, scores
 from lowprec.studies.crossed import WAYS
 from lowprec.studies.deviation import estimate
-from lowprec.studies.heads import sums, take_offs
+from lowprec.studies.heads import picked_for, sums, take_offs
 from lowprec.studies.pairs import along
 from lowprec.studies.stabilised import retrace
 
@@ -1231,17 +1231,19 @@ def test_the_sign_of_one_sequence_is_not_that_of_its_batches(recorded, replayed)
 
 def test_one_sequence_against_its_batch(recorded, windows, captures):
     assert not any((r.path / "query_error.parquet").exists() for r in recorded["specimens"].run)
-    sequence, batch = {}, {}
+    sequence, batch, own = {}, {}, {True: [], False: []}
     for stem, c in captures.items():
         name, step = re.fullmatch(r"(.*)-(\d+)", stem).groups()
         table = pd.read_parquet(windows[name].path / "query_error.parquet")
         where = (table.step == int(step)) & (table.layer == c.layer) & (table["head"] == c.heads[0])
         (row,) = table[where].itertuples()
         batch[stem] = row.error_norm / row.grad_norm
+        own["healthy" in stem].append(picked_for(c, table) == c.heads[0])
         replayed = c.replay(impl="emulate")
         size = rivals.query_gradient(c, replayed.dq).norm().item()
         sequence[stem] = c.query_error(replayed).norm().item() / size
     assert sum(sequence[stem] > batch[stem] for stem in captures) == 4, MEND
+    assert [(sum(x), len(x)) for x in (own[False], own[True])] == [(3, 4), (1, 3)], MEND
     pairs = [(stem, stem.replace("-healthy", "")) for stem in captures if "healthy" in stem]
     contrast = [[of[bad] / of[good] for good, bad in pairs] for of in (sequence, batch)]
     assert min(contrast[1]) > 10, MEND

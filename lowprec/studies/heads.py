@@ -64,6 +64,20 @@ def over_healthy(run, healthy) -> pd.Series:
     return (mine.loc[step] / theirs.loc[step]).rename(step)
 
 
+def picked_for(capture, errors: pd.DataFrame) -> int:
+    """The head whose error picked the sequence of a capture; it need not be the captured one.
+
+    `lowprec.capture.suspect` takes the sequence with the largest part in the error of one head, the
+    one with the largest ||e|| over the batch, also where the run named the heads to capture.
+    errors: the query_error.parquet of the capture's run, in one micro-batch and with the layer
+    named. Raises `UserError` if the capture's step is not in it.
+    """
+    at = errors[(errors.step == capture.step) & (errors.layer == capture.layer)]
+    if at.empty:
+        raise UserError(f"{capture.path.stem}: step {capture.step:,} is not in the run's window")
+    return int(at.set_index("head").error_norm.idxmax())
+
+
 def sums(run, after: int, until: int) -> pd.DataFrame:
     """Sums over the steps from `after`, left out, to `until`, by (layer, head).
 
