@@ -13,6 +13,7 @@ from lowprec.runs import Explosion
 from lowprec.studies.heads import (
     agreement,
     end_of,
+    fastest,
     norms,
     over_healthy,
     picked_for,
@@ -69,6 +70,14 @@ def test_take_offs_on_a_coarser_grid():
     run = made_up(h2=(799, 3))
     assert take_offs(run, lag=200, every=200).step.tolist() == [999]
     assert take_offs(run, lag=200, every=100).step.tolist() == [899]
+
+
+def test_how_near_a_run_comes_to_a_take_off():
+    assert fastest(made_up()) == 1 and fastest(made_up(h1=(799, 3))) == pytest.approx(3)
+    assert fastest(made_up(h1=(799, 3)), lag=200, every=200) == pytest.approx(9)
+    assert fastest(made_up(h0=(99, 1.5), h1=(1299, 3), onset=1310)) == pytest.approx(1.5)
+    with pytest.raises(UserError, match="lag=70 must be a multiple of 50"):
+        fastest(made_up(), lag=70)
 
 
 def test_over_the_healthy_run_at_the_last_common_probe():

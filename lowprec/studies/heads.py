@@ -41,6 +41,22 @@ def take_offs(
     such probe), in this order of steps; of equals the one that grows faster first.
     Raises `UserError` if the run's probes are too far apart for `lag` or `every`.
     """
+    ratio = _growth(run, lag, settled, every)
+    above = (ratio > factor).loc[:, (ratio > factor).any()]
+    found = [(*head, step, ratio.at[step, head]) for head, step in above.idxmax().items()]
+    found = pd.DataFrame(found, columns=[*HEAD, "step", "ratio"])
+    order = found.sort_values(["step", "ratio"], ascending=[True, False], kind="stable")
+    return order.drop(columns="ratio").astype(int).reset_index(drop=True)
+
+
+def fastest(run, lag: int = 100, settled: int = 600, every: int | None = None) -> float:
+    """The largest factor by which the σ(W_Q) of a head grows within `lag` steps: how far the run is
+    from a take-off, or past it. Arguments and errors as in `take_offs`."""
+    return float(_growth(run, lag, settled, every).max().max())
+
+
+def _growth(run, lag: int, settled: int, every: int | None) -> pd.DataFrame:
+    """σ(W_Q) over what it was `lag` steps earlier: step down, (layer, head) across."""
     apart = run.info["config"]["probe_every"]
     every = every or apart
     if lag < 1 or lag % every or every % apart:
@@ -48,12 +64,7 @@ def take_offs(
         raise UserError(f"{run.name}: {wrong} must be a multiple of {of}, a probe's steps")
     sigma = norms(run)
     sigma = sigma[(sigma.index + 1) % every == 0]
-    ratio = (sigma / sigma.shift(lag // every)).loc[settled:]
-    above = (ratio > factor).loc[:, (ratio > factor).any()]
-    found = [(*head, step, ratio.at[step, head]) for head, step in above.idxmax().items()]
-    found = pd.DataFrame(found, columns=[*HEAD, "step", "ratio"])
-    order = found.sort_values(["step", "ratio"], ascending=[True, False], kind="stable")
-    return order.drop(columns="ratio").astype(int).reset_index(drop=True)
+    return (sigma / sigma.shift(lag // every)).loc[settled:]
 
 
 def over_healthy(run, healthy) -> pd.Series:
