@@ -309,6 +309,18 @@ def check(
     )
 
 
+def settled(id: str, count: int, n: int, path: Path | None = None) -> bool:
+    """Whether none of the observations that are missing to a claim's n can change its verdict.
+
+    count: of n observations, as many as have what the claim counts. False for an unknown id, which
+    `check` refuses.
+    """
+    claim = load(path).get(id)
+    missing = max(claim.n - n, 0) if claim else 0
+    counts = range(count, count + missing + 1) if claim else ()
+    return len({claim.verdict_on(k, claim.n) for k in counts}) == 1
+
+
 def compare(records: list[dict], path: Path | None = None, name: str = "") -> None:
     """Raise `UserError` for the first verdict of an executed page that claims.yml does not have.
 

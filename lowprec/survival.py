@@ -64,14 +64,10 @@ class Arm:
 
         It stands before the claim's n are recorded if those that are missing cannot change it.
         """
-        claim = claims.load().get(id)
-        missing = max(claim.n - self.n, 0) if claim else 0
         exploded = self.exploded_by(by)
-        counts = range(exploded, exploded + missing + 1) if claim else ()
-        ends = {claim.verdict_on(k, claim.n) for k in counts}
         return claims.check(
             id, exploded if self.n else None, self.n, profile=profile, note=note,
-            settled=len(ends) == 1,
+            settled=claims.settled(id, exploded, self.n),
         )  # fmt: skip
 
 

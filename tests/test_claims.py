@@ -104,6 +104,19 @@ def test_what_nothing_can_change_is_judged_early(registry):
     assert early.verdict == "refuted" and "n = 2 of 8" in early.measured()
 
 
+@pytest.mark.parametrize(
+    "operator, threshold, count, n, is_settled",
+    [(">=", 3, 3, 3, True), (">=", 3, 2, 3, False), (">=", 3, 0, 2, True), (">=", 3, 0, 0, False),
+     ("==", 0, 0, 3, False), ("==", 0, 1, 1, True), ("==", 4, 3, 4, True)],
+)  # fmt: skip
+def test_a_count_is_settled_if_what_is_missing_cannot_change_it(
+    registry, operator, threshold, count, n, is_settled
+):
+    path = registry({**ENTRY, "operator": operator, "threshold": threshold, "n": 4})
+    assert claims.settled("bias", count, n, path) == is_settled
+    assert not claims.settled("bais", count, n, path), "check says that there is none"
+
+
 def test_a_verdict_other_than_the_recorded_one_stops_the_build(registry):
     path = registry(ENTRY)
     assert claims.check("bias", -1, 8, path=path).verdict == "supported"
