@@ -60,15 +60,27 @@ class Arm:
     def check(
         self, id: str, profile: str = "recorded", note: str | None = None, by: float = np.inf
     ) -> claims.Result:
-        """The verdict of `lowprec.claims.check` on how many of its runs exploded by a step.
+        """The verdict of `lowprec.claims.check` on how many of its runs exploded by a step, see
+        `counted`.
 
         It stands before the claim's n are recorded if those that are missing cannot change it.
         """
-        exploded = self.exploded_by(by)
-        return claims.check(
-            id, exploded if self.n else None, self.n, profile=profile, note=note,
-            settled=claims.settled(id, exploded, self.n),
-        )  # fmt: skip
+        if not self.n:
+            return claims.check(id, None, 0, profile=profile, note=note)
+        exploded, n = counted(self.runs, by)
+        settled = claims.settled(id, exploded, n)
+        return claims.check(id, exploded, n, profile=profile, note=note, settled=settled)
+
+
+def counted(runs: pd.DataFrame, by: float = np.inf) -> tuple[int, int]:
+    """How many of these runs exploded by a step, and of how many it is known whether they did.
+
+    runs: rows of `load_runs`. It is not known of a run that ended with a rise, at that step or
+    before, which nothing confirms: it is censored at its onset.
+    """
+    exploded = runs.exploded & (runs.duration <= by)
+    open_rise = ~runs.exploded & runs.run.map(lambda run: run.explosion is not None)
+    return int(exploded.sum()), len(runs) - int((open_rise & (runs.duration <= by)).sum())
 
 
 def load_arms(campaign, arms=()) -> dict[str, Arm]:

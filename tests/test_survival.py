@@ -3,6 +3,7 @@
 import shutil
 from itertools import combinations
 from math import comb
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ import pytest
 import scipy.stats
 
 from lowprec import UserError, claims, runs
-from lowprec.survival import Arm, compare_arms, holm, kaplan_meier, load_arms
+from lowprec.survival import Arm, compare_arms, counted, holm, kaplan_meier, load_arms
 
 
 def arm(name, durations, exploded):
@@ -282,6 +283,18 @@ def test_a_campaign_without_an_arm_that_a_page_needs(load):
         load("remedies", ("low", "fa2_dp", "fa2"))
 
 
+def test_a_run_that_ends_in_a_rise_counts_neither_way():
+    """Before its onset it did not explode; later it is not known."""
+    table = runs.load_runs("remedies")
+    table = table[table.arm == "low_centred"]
+    (rise,) = [run.explosion for run in table.run if run.explosion]
+    assert not rise.confirmed and not table.exploded.any()
+    assert counted(table) == counted(table, rise.onset) == (0, len(table) - 1)
+    assert counted(table, rise.onset - 1) == (0, len(table))
+    low = runs.load_runs("mini")
+    assert counted(low[low.arm == "low"]) == (8, 8)
+
+
 def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
     claim = dict(metric="-", n=4, profile=["recorded"], refuted_if="-", source=None)
     claim |= dict(sentence="-", notebook="-", verdict="not run")
@@ -294,6 +307,7 @@ def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
 
     def verdicts(*exploded, by=np.inf):
         table = pd.DataFrame({"seed": range(len(exploded)), "exploded": exploded, "duration": 70})
+        table["run"] = SimpleNamespace(explosion=None)
         arm = Arm("a", None, (0, 1, 2, 3), table if len(table) else None)
         return [arm.check(id, by=by).verdict for id in rules]
 
