@@ -159,6 +159,7 @@ def draw_outcomes(ax, arms: dict) -> None:
     ax.set(yticks=range(len(arms)), yticklabels=list(arms), xlabel="step")
     ax.set(ylim=(len(arms) - 0.5, -0.5))
     ax.set_xlim(0, 1.03 * max(arm.config.steps for arm in arms.values()))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.grid(axis="y", visible=False)
 
 
