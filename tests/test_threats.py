@@ -1314,6 +1314,7 @@ def test_what_the_first_page_counts(recorded):
     others = [f"only_{x}" for x in ("p", "s", "dodo", "dp", "p_bwd", "ds")]
     assert exploded("sites", *others) == (0, 24) and "other six sites alone none of four" in intro
     assert exploded("drift", "bias-1x") == (4, 4) and "explodes four runs of four" in intro
+    assert exploded("measured", "size-1x") == (4, 4) and "layer by layer, explodes four" in intro
     assert exploded("drift", "bias-eighth") == (1, 4) and "most of them, one of four" in intro
     assert REGISTRY["heads-sum-alone"].verdict == "refuted" and "in three runs of six" in intro
 
@@ -1321,7 +1322,7 @@ def test_what_the_first_page_counts(recorded):
 def test_the_links_of_the_first_page(captures):
     links = (BOOK / "intro.md").read_text().partition("link by link")[2].partition("### Page")[0]
     named = re.findall(r"\(#claim-([\w-]+)\)", links)
-    against = {"common-steps-far", "common-unseen-random", "spike-gradient-blind"}
+    against = {"common-steps-far", "common-unseen-random", "spike-gradient-blind", "spike-opposed"}
     assert len(named) > 15 and against < set(named), MEND
     for name in named:
         assert REGISTRY[name].verdict == ("refuted" if name in against else "supported"), name
