@@ -53,6 +53,11 @@ class Arm:
         return int((self.runs.exploded & (self.runs.duration <= step)).sum()) if self.n else 0
 
     @property
+    def rising(self) -> int:
+        """How many of its runs ended with a rise that nothing confirms, see `counted`."""
+        return self.n - counted(self.runs)[1] if self.n else 0
+
+    @property
     def by_seed(self) -> dict:
         """The runs, {seed: Run}."""
         return dict(zip(self.runs.seed, self.runs.run, strict=True)) if self.n else {}

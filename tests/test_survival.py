@@ -291,6 +291,9 @@ def test_a_run_that_ends_in_a_rise_counts_neither_way():
     assert not rise.confirmed and not table.exploded.any()
     assert counted(table) == counted(table, rise.onset) == (0, len(table) - 1)
     assert counted(table, rise.onset - 1) == (0, len(table))
+    centred = load_arms("remedies")["low_centred"]
+    assert centred.rising == 1 and centred.exploded == 0
+    assert Arm("-", centred.config, (0,), None).rising == 0
     low = runs.load_runs("mini")
     assert counted(low[low.arm == "low"]) == (8, 8)
 
