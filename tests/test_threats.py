@@ -556,6 +556,7 @@ def test_what_remedies_and_origin_have_of_low(recorded):
     assert first.seed == 0 and not first.explosion.confirmed, MEND
     assert [run.explosion for run in others] == [None, None, None], MEND
     assert f"at step {first.explosion.onset:,}, one of four runs of `LOW`" in THREATS, MEND
+    assert "of four runs one ends in a rise" in (BOOK / "take_it_home.md").read_text(), MEND
 
 
 def test_one_layer_alone_and_single_heads(recorded):
@@ -647,12 +648,15 @@ def test_pages_11_and_42_which_changes_of_training_come_later(recorded):
     assert all(x.explosion is None or x.explosion.onset > low[x.seed] for x in quarter)
 
 
-def test_pages_12_and_21_what_explodes(recorded):
+def test_pages_12_21_and_22_what_explodes(recorded):
     tiled = chosen(recorded, "production", "fa2_tile128")
     for run in chosen(recorded, "sites", "paper", "released") + tiled:
         assert run.explosion.confirmed
     sdpa = [run.explosion for run in chosen(recorded, "production", "sdpa")]
-    assert sum(bool(found and found.confirmed) for found in sdpa) > len(sdpa) / 2
+    assert [bool(found) for found in sdpa].count(True) == 7, "six of eight, one more ends in a rise"
+    assert sum(bool(found and found.confirmed) for found in sdpa) == 6 and len(sdpa) == 8
+    other = chosen(recorded, "measured", "elsewhere")
+    assert [run.explosion for run in other] == [None, None, None], "page 22: none of three"
 
 
 def test_page_12_one_run_of_fa2_has_no_take_off_between_probes_far_apart(recorded):
@@ -1316,6 +1320,12 @@ def test_what_the_first_page_counts(recorded):
     assert exploded("drift", "bias-1x") == (4, 4) and "explodes four runs of four" in intro
     assert exploded("measured", "size-1x") == (4, 4) and "layer by layer, explodes four" in intro
     assert exploded("drift", "bias-eighth") == (1, 4) and "most of them, one of four" in intro
+    assert exploded("remedies", "fa2_centred") == (0, 4) and "of four of `LOW` one ends" in intro
+    assert exploded("rivals", "lr_quarter") == (3, 4) and "of the rate in three of four" in intro
+    every = [run for table in recorded.values() for run in table.run]
+    slow = [run for run in every if run.info["config"]["lr"] <= 1e-3 and len(run.metrics) > 1_000]
+    assert {run.policy for run in slow} == {PrecisionPolicy.parse("LOW")}
+    assert intro.count("at the paper's only `LOW` was watched for long") == 2
     assert REGISTRY["heads-sum-alone"].verdict == "refuted" and "in three runs of six" in intro
 
 
