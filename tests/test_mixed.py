@@ -292,7 +292,8 @@ def test_record_and_load(tmp_path):
 
 def test_after_the_deadline_no_arm_is_begun(tmp_path):
     record(tmp_path, "text", TEXT, arms=("fp32", "bf16"), deadline=0.0)
-    assert set(load("text", tmp_path)[1].arm) == {"fp32"}
+    about, ends, _ = load("text", tmp_path)
+    assert set(ends.arm) == set(about["arms"]) == {"fp32"}
 
 
 def test_command_line(tmp_path):
@@ -304,6 +305,14 @@ def test_command_line(tmp_path):
     again = subprocess.run([*command, *sizes], capture_output=True, text=True)
     assert again.returncode == 2 and "never overwritten" in again.stderr
     assert "Traceback" not in again.stderr
+
+
+@pytest.mark.parametrize("name", ["digits", "digits-many"])
+def test_the_digits_take_no_other_data(monkeypatch, capsys, tmp_path, name):
+    monkeypatch.setattr(sys, "argv", ["mixed_runs", str(tmp_path), name, "--data", "shards"])
+    with pytest.raises(SystemExit):
+        mixed_runs.main()
+    assert f"{name} has its data in data/corpora" in capsys.readouterr().err
 
 
 # Hardware and bit patterns

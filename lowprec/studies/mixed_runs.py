@@ -245,8 +245,8 @@ def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf
     if "path" in about["config"]:  # the same tokens may lie anywhere
         tokens = task.data[0]
         about["config"]["path"], about["data_sha256"] = tokens.name, tokens.sha256
-    about |= {"arms": {arm: dataclasses.asdict(ARMS[arm]) for arm in arms}}
     ends = pd.concat(ends, ignore_index=True)
+    about |= {"arms": {arm: dataclasses.asdict(ARMS[arm]) for arm in ends.arm.unique()}}
     about |= {"exponents": exponents, "ends": json.loads(ends.to_json(orient="split", index=False))}
     table = pd.concat(curves, ignore_index=True).astype({"seed": "int16", "step": "int16"})
     table = table.astype({"loss": "float32", "arm": "category"})
@@ -306,9 +306,10 @@ def main() -> None:
         return record_products(args.folder, args.device)
     given = {"path": args.data, "steps": args.steps, "seeds": args.seeds}
     given = {name: value for name, value in given.items() if value is not None}
-    if args.name == "digits" and args.data:
-        parser.error("digits has its data in data/corpora; leave --data away")
-    task = dataclasses.replace(TASKS[args.name], **given)
+    task = TASKS[args.name]
+    if args.data and not hasattr(task, "path"):
+        parser.error(f"{args.name} has its data in data/corpora; leave --data away")
+    task = dataclasses.replace(task, **given)
     record(args.folder, args.name, task, device=args.device, deadline=args.deadline)
 
 
