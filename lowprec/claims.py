@@ -318,7 +318,7 @@ def settled(id: str, count: int, n: int, path: Path | None = None) -> bool:
     claim = load(path).get(id)
     missing = max(claim.n - n, 0) if claim else 0
     counts = range(count, count + missing + 1) if claim else ()
-    return len({claim.verdict_on(k, claim.n) for k in counts}) == 1
+    return len({claim.verdict_on(k, claim.n, profile=claim.profile[0]) for k in counts}) == 1
 
 
 def compare(records: list[dict], path: Path | None = None, name: str = "") -> None:

@@ -117,6 +117,12 @@ def test_a_count_is_settled_if_what_is_missing_cannot_change_it(
     assert not claims.settled("bais", count, n, path), "check says that there is none"
 
 
+def test_a_count_of_the_gpu_profile_is_settled_no_sooner(registry):
+    entry = {**ENTRY, "operator": "==", "threshold": 0, "n": 4, "profile": "gpu"}
+    assert not claims.settled("bias", 0, 3, registry(entry))
+    assert claims.settled("bias", 1, 1, registry(entry))
+
+
 def test_a_verdict_other_than_the_recorded_one_stops_the_build(registry):
     path = registry(ENTRY)
     assert claims.check("bias", -1, 8, path=path).verdict == "supported"
