@@ -145,6 +145,7 @@ class Run:
         """What happened, on less than a screen."""
         info, config, e = self.info, self.info["config"], self.explosion
         mean, last = window_mean(self.metrics.loss), min(WINDOW, len(self.metrics))
+        best = np.fmin.reduce(mean)  # the last loss may be NaN
         exploded = "none"
         if e is not None:
             sure = "confirmed" if e.confirmed else f"seen for less than {PATIENCE} steps"
@@ -158,7 +159,7 @@ class Run:
             f"  arm        {info['arm']}, seed {self.seed}: {self.policy}{layers}",
             f"  model      {config['n_layer']} layers, {config['n_head']} heads, "
             f"{config['n_embd']} wide; {config['batch_size']} x {config['block_size']} tokens/step",
-            f"  loss       {mean[-1]:.4f} over the last {last} steps, {mean.min():.4f} at best",
+            f"  loss       {mean[-1]:.4f} over the last {last} steps, {best:.4f} at best",
             f"  gradient   norm {norm:.3g}, median of the last {last} steps",
             f"  explosion  {exploded}",
             f"  speed      {info['tokens_per_second']:,} tokens/s{used}",

@@ -97,6 +97,16 @@ def test_load(folder):
     assert list(table.name) == ["low-seed1"] and bool(table.exploded[0])
 
 
+def test_a_summary_has_the_best_loss_of_a_run_that_ended_without_one(folder):
+    metrics = load_run(folder).metrics
+    metrics.loc[len(metrics) - 1, "loss"] = np.nan
+    write_table(folder / "metrics.parquet", metrics)
+    best = window_mean(metrics.loss[:-1]).min()
+    assert (
+        f"loss       nan over the last 50 steps, {best:.4f} at best" in load_run(folder).summary()
+    )
+
+
 def test_a_campaign_counts_what_is_confirmed(tmp_path):
     """One run that exploded, one whose rise was seen for 300 steps, one in which nothing rose."""
     losses = dict(exploded=with_rise(1.0), rising=with_rise(1.0, start=1700), calm=CALM[:1500])
