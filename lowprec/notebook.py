@@ -315,7 +315,7 @@ def _merge_streams(outputs: list) -> list:
 
 def _scrub(output) -> None:
     """Take this machine's paths out of an output's text, and hyphens for minus out of a table."""
-    places = {Path.cwd(), Path(sys.prefix), Path.home()}
+    places = {Path.cwd(), Path(sys.prefix), Path.home()} - {Path("/")}
     longest_first = sorted((str(p) for p in places), key=len, reverse=True)
 
     def clean(text):

@@ -158,6 +158,13 @@ def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
     nbformat.validate(page)
 
 
+def test_a_home_at_the_root_is_no_trace(monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: Path("/"))
+    output = new_output("stream", text="2/3 of </b>\n")
+    notebook._scrub(output)
+    assert output.text == "2/3 of </b>\n"
+
+
 def test_a_page_with_parameters_says_so_and_reads_without_the_book(tmp_path):
     source = write_notebook(tmp_path / "11_question.ipynb", VERDICT)
     page = notebook.execute(source, tmp_path / "page.ipynb", "smoke", {"seeds": 7})
