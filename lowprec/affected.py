@@ -411,9 +411,9 @@ def _tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Te
     from lowprec import data
 
     few = f"has {{}} tokens; the probe needs {4 * BLOCKS} and more"
+    if sequences * length < 4 * BLOCKS:
+        raise UserError(f"{sequences} x {length} " + few.format(sequences * length))
     if text is None:
-        if sequences * length < 4 * BLOCKS:
-            raise UserError(f"{sequences} x {length} " + few.format(sequences * length))
         smoke = data.load_tokens(runs.data_root() / "corpora" / "smoke.safetensors")
         tokens = data.batch(smoke, 0, seed, sequences, length)[0]
         words = "the committed text, in GPT-2's vocabulary"
@@ -428,7 +428,7 @@ def _tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Te
     ids = torch.tensor(ids)
     length = min(length, len(ids) // sequences)
     if length * sequences < 4 * BLOCKS:
-        raise UserError(f"{text} {few.format(len(ids))}")
+        raise UserError(f"{text} {few.format(len(ids))} in {sequences} sequences of one length")
     return ids[: sequences * length].view(sequences, length) % vocab_size, f"{text.name}, {how}"
 
 

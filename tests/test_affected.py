@@ -320,8 +320,11 @@ def test_without_a_text_it_says_what_was_read(size, words):
 
 def test_too_little_text(hub, tmp_path):
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(UserError, match="has 5 tokens"):
+    with pytest.raises(UserError, match="a.txt has 5 tokens"):
         affected.probe(small(hub, "gpt2"), tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_text("long enough " * 100)
+    with pytest.raises(UserError, match="2 x 8 has 16 tokens"):
+        affected.probe(small(hub, "gpt2"), tmp_path / "a.txt", sequences=2, length=8)
 
 
 def test_a_model_that_has_failed_is_no_model_without_alarm():
