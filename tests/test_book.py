@@ -17,7 +17,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 import pytest
 
 from lowprec.notebook import FIGURE_MIME
-from lowprec.plots import MIN_SCALE
+from lowprec.plots import MIN_SCALE, luminance
 
 pytestmark = pytest.mark.book
 
@@ -180,11 +180,6 @@ def test_a_table_beyond_a_phone_scrolls_and_fades_until_its_end_is_seen(tab):
     for beyond, first, last in tables:
         assert beyond > 0 and first == pytest.approx(min(beyond, 48), abs=1.5) and last <= 1
     assert tables or "notation" not in tab.url, "a table of that page is wider than a phone"
-
-
-def luminance(rgb):
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrasts(elements, ink="color"):
