@@ -69,10 +69,9 @@ class Claim:
     verdict: str = "not run"
 
     def __post_init__(self):
-        if isinstance(self.profile, str):
-            object.__setattr__(self, "profile", (self.profile,))
         for field in ("profile", "threats"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+            words = getattr(self, field)
+            object.__setattr__(self, field, (words,) if isinstance(words, str) else tuple(words))
         self._one_of("operator", OPERATORS)
         self._one_of("verdict", VERDICTS)
         for profile in self.profile:

@@ -199,7 +199,7 @@ class PrecisionPolicy:
     def _set(self, name, convert):
         try:
             object.__setattr__(self, name, convert(getattr(self, name)))
-        except (UserError, ValueError) as error:
+        except (UserError, ValueError, TypeError) as error:
             raise UserError(f"policy field {name}: {error}") from None
 
     def replace(self, **fields) -> PrecisionPolicy:

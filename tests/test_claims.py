@@ -334,6 +334,7 @@ def test_an_exploratory_claim_says_so(repository):
     result = claims.check("bias", -0.25, 9, path=file)
     assert "chosen after seeing these data" in result.markdown()
     assert "Doubt it first for: after, seeds." in result.markdown()
+    assert claims.parse({**ENTRY, "threats": "after"}).exploratory, "one word is a list of one"
     assert "{ref}`seeds <threat-seeds>`" in result.myst()
     execute(repository, result)
     pages.write(repository)

@@ -131,6 +131,7 @@ def test_presets_are_the_design_table():
         (lambda: LOW.replace(delta_from="q"), ("delta_from", "o_split")),
         (lambda: LOW.replace(l_floor=-1), ("l_floor",)),
         (lambda: LOW.replace(l_floor="x"), ("l_floor",)),
+        (lambda: LOW.replace(l_floor=None), ("l_floor",)),
         (lambda: LOW.replace(delta_bias="inf"), ("delta_bias", "finite")),
         (lambda: LOW.replace(shift="beta(gama=1)"), ("shift", "gama")),
         (lambda: LOW.replace(shift="mute(amplitude=1,tol=inf)"), ("shift", "tol", "finite")),
