@@ -221,5 +221,5 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """Forward and backward, 6 a parameter plus causal attention; for utilisation figures."""
         c = self.config
-        matmul = 12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd
+        matmul = (12 + c.gate) * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd
         return 6.0 * matmul + 6.0 * c.n_layer * c.block_size * c.n_embd

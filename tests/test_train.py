@@ -598,10 +598,11 @@ def test_speed_and_the_share_of_the_peak_rate(monkeypatch):
     assert watch.speed(model) == dict(tokens_per_second=round(150 * 32 * 1024 / 1008))
 
 
-def test_flops_are_those_that_pytorch_counts():
+@pytest.mark.parametrize("gate", [False, True])
+def test_flops_are_those_that_pytorch_counts(gate):
     """All products but attention's, which are two of 2 T C a token, half of them masked, and
     twice as many in the backward."""
-    model = GPT(GPTConfig(2, 2, 32, 16, vocab_size=64, impl="sdpa"))
+    model = GPT(GPTConfig(2, 2, 32, 16, vocab_size=64, impl="sdpa", gate=gate))
     x, y = torch.randint(0, 64, (2, 3, 16))
     with FlopCounterMode(display=False) as counter:
         model(x, y).backward()
