@@ -1,4 +1,4 @@
-"""Shared inputs: families that show different roundings."""
+"""Shared inputs: families that show different roundings, and a stand-in for the tokenizer."""
 
 import os
 
@@ -46,3 +46,13 @@ FAMILIES = ("normal", "tied", "sink", "lowrank")
 @pytest.fixture(params=FAMILIES)
 def inputs(request):
     return family(request.param)
+
+
+class Bytes:
+    """A byte-level stand-in for tiktoken's Encoding."""
+
+    name = "gpt2"
+    eot_token = 256
+
+    def encode_ordinary(self, text):
+        return list(text.encode())

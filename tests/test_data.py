@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import Bytes
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -28,16 +29,6 @@ DIST_INFO = {
     "WHEEL": "Wheel-Version: 1.0\nGenerator: toy\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
 }
 ORDER = ["toylib/sub/c.txt", "toylib/a.py", "toylib/b.md"]
-
-
-class Bytes:
-    """A byte-level stand-in for tiktoken's Encoding."""
-
-    name = "gpt2"
-    eot_token = 256
-
-    def encode_ordinary(self, text):
-        return list(text.encode())
 
 
 def stream():

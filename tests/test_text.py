@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import Bytes
 
 from lowprec import UserError, __main__, data, text
 from lowprec.config import TrainConfig
@@ -27,16 +28,6 @@ needs_datasets = pytest.mark.skipif(
     importlib.util.find_spec("datasets") is None, reason="datasets is not installed"
 )
 TEXTS = ["A first text.\n", "<|endoftext|> is text here", "Drittes: äöü 中文\n\nend", "x" * 40]
-
-
-class Bytes:
-    """A byte-level stand-in for tiktoken's Encoding."""
-
-    name = "gpt2"
-    eot_token = 256
-
-    def encode_ordinary(self, text):
-        return list(text.encode())
 
 
 def stream(texts):
