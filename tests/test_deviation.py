@@ -75,6 +75,13 @@ def test_serial_sums_stop_growing():
     assert torch.equal(flash(q, k, v, BF16, 256, serial=True), torch.full_like(o, 2.0**-11))
 
 
+def test_serial_sums_round_their_first_term_too():
+    """With one stored bit 0.26 becomes 0.25, and 1.25 becomes 1; 1.26 would become 1.5."""
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([math.log(0.26), 0.0]).view(1, 1, 2, 1)
+    v = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
+    assert baseline(q, k, v, PrecisionPolicy(l="e8m1"), serial=True).item() == 1
+
+
 @pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero"])
 def test_attention_is_odd_in_v_so_the_mean_of_random_inputs_says_nothing(rounding):
     q, k, v = draws()

@@ -120,7 +120,7 @@ def _product(a, b, rnd, serial):
 def _sum(x, rnd, serial):
     if not serial:
         return rnd(x.sum(-1, keepdim=True))
-    total = x[..., :1]
+    total = rnd(x[..., :1])
     for i in range(1, x.shape[-1]):
         total = rnd(total + x[..., i : i + 1])
     return total
