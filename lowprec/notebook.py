@@ -314,14 +314,15 @@ def _merge_streams(outputs: list) -> list:
 
 
 def _scrub(output) -> None:
-    """Take this machine's paths out of an output's text, and hyphens for minus out of a table."""
+    """Take this machine's paths and addresses in memory out of an output's text, and hyphens for
+    minus out of a table."""
     places = {Path.cwd(), Path(sys.prefix), Path.home()} - {Path("/")}
     longest_first = sorted((str(p) for p in places), key=len, reverse=True)
 
     def clean(text):
         for place in longest_first:
             text = text.replace(place + "/", "").replace(place, ".")
-        return text
+        return re.sub(r" at 0x[0-9a-f]+(?=>)", "", text)
 
     if output.output_type == "stream":
         output.text = clean(output.text)

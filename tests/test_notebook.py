@@ -158,6 +158,14 @@ def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
     nbformat.validate(page)
 
 
+def test_a_table_is_the_same_text_in_every_execution(tmp_path):
+    table = "from lowprec.plots import show_table\nimport pandas as pd\n"
+    source = write_notebook(tmp_path / "11_question.ipynb", table + "show_table(pd.DataFrame([1]))")
+    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+    (output,) = page.cells[-1].outputs
+    assert output.data["text/plain"] == "<pandas.io.formats.style.Styler>"
+
+
 def test_a_home_at_the_root_is_no_trace(monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/"))
     output = new_output("stream", text="2/3 of </b>\n")
