@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 import lowprec
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PYTHONS = ("3.11", "3.12", "3.13")
 HEADER = ("Question", "Hypothesis", "Prediction", "Refuted if", "Rivals", "Parameters", "Needs")
 
