@@ -367,6 +367,13 @@ def record(tests: Path | None = None, sweep: bool = True, released: Path | None 
     return out
 
 
+def recorded() -> dict[str, dict]:
+    """The records of data/benchmarks by name. A name begins with the date, so the last is the
+    newest; records of one day have no other order than that of their names."""
+    paths = sorted((runs.data_root() / "benchmarks").glob("*.json"))
+    return {path.stem: json.loads(path.read_text()) for path in paths}
+
+
 def new_path(folder: Path) -> Path:
     """Where today's record of this GPU goes; `UserError` if there is one already."""
     need_gpu()
