@@ -1318,6 +1318,8 @@ def test_what_the_first_page_counts(recorded):
         return sum(bool(r.explosion and r.explosion.confirmed) for r in found), len(found)
 
     assert exploded("production", "fa2_o_fp32") == (0, 8) and exploded("mini", "fa2") == (8, 8)
+    readme = (ROOT / "README.md").read_text()
+    assert "explodes in eight seeds of eight, and in none of eight if δ reads" in readme
     assert exploded("sites", "only_o") == (4, 4) and "of O where δ reads it" in intro
     assert exploded("sites", "only_l") == (4, 4) and "alone, in four of four each" in intro
     assert exploded("amount", "p_e8m5_dp") == (0, 4) and "P∘dP none of four explodes" in intro
