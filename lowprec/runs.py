@@ -85,6 +85,9 @@ class Run:
     path: Path
     info: dict
 
+    def __repr__(self) -> str:
+        return f"Run({self.name}: {self.policy}, seed {self.seed}, {self.info['ended']})"
+
     @property
     def name(self) -> str:
         return self.path.name
@@ -188,7 +191,10 @@ def load_run(path) -> Run:
     path = Path(path)
     file = path / "run.json"
     if not path.is_dir():
-        raise UserError(f"there is no run folder {path.name!r} in {path.parent.name!r}")
+        part = path.with_name(f".{path.name}.part")
+        hint = f"; {part.name} there holds an unfinished one" if part.is_dir() else ""
+        where = path.absolute().parent.name
+        raise UserError(f"there is no run folder {path.name!r} in {where!r}{hint}")
     if not file.is_file():
         raise UserError(f"{path.name!r} is not a run folder: it has no run.json")
     try:
@@ -233,6 +239,8 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
     folder = campaign_folder(campaign)
     paths = sorted(p.parent for p in folder.glob("[!.]*/run.json"))  # not unfinished ones
     if not paths:
+        if (folder / "run.json").is_file():
+            raise UserError(f"{folder} is one run: take load_run, or the folder that holds it")
         known = [path.name for path in (data_root() / "runs").glob("*") if path != folder]
         close = difflib.get_close_matches(str(campaign), known, n=1)
         hint = f"did you mean {close[0]}?" if close else "give a campaign's name or folder"

@@ -181,6 +181,21 @@ def test_empty_campaign(tmp_path):
         load_runs("rivels")
 
 
+def test_one_run_is_not_a_campaign_and_shows_itself_in_a_line(folder):
+    with pytest.raises(UserError, match=r"low-seed1 is one run: take load_run"):
+        load_runs(folder)
+    assert repr(load_run(folder)).startswith("Run(low-seed1: LOW, seed 1, ")
+
+
+def test_a_missing_run_says_where_and_if_it_is_unfinished(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"no run folder 'mine' in '{tmp_path.name}'$"):
+        load_run("mine")
+    (tmp_path / ".mine.part").mkdir()
+    with pytest.raises(UserError, match=r"; .mine.part there holds an unfinished one$"):
+        load_run("mine")
+
+
 def test_the_repository_matches_its_manifest():
     assert runs.verify() >= 30
 
