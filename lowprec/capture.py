@@ -247,8 +247,12 @@ class Capture:
         """
         path = runs.at_root(path)
         if not path.is_file():
-            names = sorted(p.stem for p in path.parent.glob("*.xz"))
-            has = f"; that folder has {', '.join(names)}" if names else ""
+            folder = next(
+                (f for f in (path, path / "captures") if any(f.glob("*.xz"))), path.parent
+            )
+            names = sorted(p.name for p in folder.glob("*.xz"))
+            inside = "that folder" if folder == path.parent else f"{folder.name}/"
+            has = f"; {inside} has {', '.join(names)}" if names else ""
             raise UserError(f"there is no capture {path}{has}")
         try:
             content = path.read_bytes()
