@@ -356,6 +356,9 @@ def _load(path: Path, seed: int):
             f"{path} is a run; give its checkpoint.pt if it is unfinished, a file of its .weights/ "
             "or a capture"
         )
+    kept = sorted(p.name for kind in ("*.pt", "*.xz") for p in path.glob(kind))
+    if kept and not (path / "config.json").is_file():
+        raise UserError(f"{path} is a folder; give one file of it: {', '.join(kept)}")
     return _checkpoint(path) if path.suffix == ".pt" else _transformers(path, seed)
 
 

@@ -227,6 +227,13 @@ def test_a_run_folder_is_told_from_a_model(tmp_path):
         affected.probe(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["step-000010.pt", "step-000010.xz"])
+def test_a_folder_of_weights_or_captures_names_its_files(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match=f"is a folder; give one file of it: {name}$"):
+        affected.probe(tmp_path)
+
+
 @pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_damaged_file_is_one_sentence(hub, tmp_path, damaged):
     small(hub, "gpt2").save_pretrained(tmp_path)
