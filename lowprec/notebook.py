@@ -160,7 +160,11 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
 
     source, output = Path(source), Path(output)
     if not source.is_file():
-        raise UserError(f"there is no notebook {source}")
+        names = sorted(path.name for path in source.parent.glob("[!_]*.ipynb"))
+        close = [name for name in names if name.startswith(source.stem)]
+        close = close or difflib.get_close_matches(source.name, names, n=1)
+        hint = f"; did you mean {source.parent / close[0]}?" if close else ""
+        raise UserError(f"there is no notebook {source}{hint}")
     try:
         nbformat.read(source, 4)
     except Exception as error:  # nbformat raises many types

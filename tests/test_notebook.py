@@ -256,9 +256,12 @@ def test_a_verdict_that_changed_unseen_stops_the_build_and_not_the_reader(tmp_pa
 
 
 def test_an_unknown_profile_or_notebook_is_refused(tmp_path):
-    with pytest.raises(UserError, match="there is no notebook"):
+    with pytest.raises(UserError, match=r"there is no notebook [^;]*$"):
         notebook.execute(tmp_path / "none.ipynb", tmp_path / "page.ipynb")
     source = write_notebook(tmp_path / "11_question.ipynb")
+    for name in ("11.ipynb", "11_question", "11_qestion.ipynb"):
+        with pytest.raises(UserError, match=r"; did you mean .*11_question.ipynb\?$"):
+            notebook.execute(tmp_path / name, tmp_path / "page.ipynb")
     with pytest.raises(UserError, match="profile 'fast' is none of"):
         notebook.execute(source, tmp_path / "page.ipynb", "fast")
 
