@@ -250,7 +250,7 @@ class Capture:
             folder = next(
                 (f for f in (path, path / "captures") if any(f.glob("*.xz"))), path.parent
             )
-            names = sorted(p.name for p in folder.glob("*.xz"))
+            names = sorted(p.stem if path.suffix else p.name for p in folder.glob("*.xz"))
             inside = "that folder" if folder == path.parent else f"{folder.name}/"
             has = f"; {inside} has {', '.join(names)}" if names else ""
             raise UserError(f"there is no capture {path}{has}")

@@ -232,8 +232,10 @@ def test_damage_and_foreign_files(tmp_path):
     broken.write_text("a text\n" * 50)
     with pytest.raises(UserError, match="damaged or no capture"):
         Capture.load(broken)
-    with pytest.raises(UserError, match="no capture .*; that folder has .*broken.xz"):
+    with pytest.raises(UserError, match="no capture .*; that folder has [^.]*broken(,|$)"):
         Capture.load(tmp_path / "nothing.xz")
+    with pytest.raises(UserError, match="no capture .*; that folder has .*broken.xz"):
+        Capture.load(tmp_path / "broken")
     with pytest.raises(UserError, match=f"no capture .*; {tmp_path.name}/ has .*broken.xz"):
         Capture.load(tmp_path)
     with pytest.raises(UserError, match="no capture [^;]*$"):
