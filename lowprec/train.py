@@ -48,8 +48,9 @@ def train(
     """
     out = Path(out)
     if out.exists():
-        ended = "has ended, there is nothing to resume" if resume else "exists"
-        raise UserError(f"run folder {out} {ended}; it is never overwritten, choose another name")
+        ended = resume and (out / "run.json").is_file()
+        why = "has ended, there is nothing to resume" if ended else "exists"
+        raise UserError(f"run folder {out} {why}; it is never overwritten, choose another name")
     with processes(config) as group, deterministic(), stop_signal() as stop:
         tokens = data.load_tokens(runs.at_root(config.data))
         recorder = Recorder(config, out, arm, group, tokens, resume, campaign)

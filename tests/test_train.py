@@ -312,6 +312,16 @@ def test_a_run_that_cannot_take_its_name_can_be_resumed(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+def test_an_existing_folder_is_refused_and_has_ended_only_if_it_is_a_run(tmp_path):
+    with pytest.raises(UserError, match="run folder .* exists; it is never overwritten"):
+        train(small(), tmp_path, resume=True)
+    (tmp_path / "run.json").touch()
+    with pytest.raises(UserError, match="has ended, there is nothing to resume; it is never"):
+        train(small(), tmp_path, resume=True)
+    with pytest.raises(UserError, match="run folder .* exists; it is never overwritten"):
+        train(small(), tmp_path)
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path):
     (tmp_path / ".a.part").mkdir()
     (tmp_path / ".a.part" / "checkpoint.pt").write_bytes(b"x" * 100)
