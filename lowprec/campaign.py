@@ -274,13 +274,13 @@ class Local:
     pause = 0.5
 
     def __init__(self, jobs: list[Job], side_by_side: int | None, processes: int = 1):
-        make_folder(jobs[0].logs)
         self.waiting, self.running, self.processes = list(jobs), {}, processes
         devices = visible_gpus()
         needed = (side_by_side or 1) * processes
         if devices and needed > len(devices):
             asked = f"{side_by_side or 1} x {processes} GPUs are asked for"
             raise UserError(f"{asked}, and {len(devices)} can be seen")
+        make_folder(jobs[0].logs)
         shares = [devices[i : i + processes] for i in range(0, len(devices), processes)]
         groups = [",".join(share) for share in shares if len(share) == processes]
         self.free = groups[:side_by_side] or [None] * (side_by_side or 1)
@@ -347,10 +347,10 @@ class Cluster:
     def __init__(self, jobs: list[Job], side_by_side: int | None, slurm: Slurm):
         if not all(map(shutil.which, ("sbatch", "srun", "squeue"))):
             raise UserError("there is no Slurm here (no sbatch, srun, squeue); use cluster=local")
+        queued = self._queue()
         self.folder = jobs[0].logs.absolute() / "slurm"
         make_folder(self.folder)
         self.ids, self.gone = {}, set()
-        queued = self._queue()
         for job in jobs:  # sent by an earlier call that was interrupted
             with contextlib.suppress(FileNotFoundError):
                 if (number := self._note(job).read_text()) in queued:

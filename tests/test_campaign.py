@@ -364,8 +364,10 @@ def test_a_run_of_several_gpus_sees_them_all(file, monkeypatch):
     jobs = campaign.load_campaign(file)
     assert campaign.Local(jobs, None, 2).free == ["3,5", "6,7"]
     assert campaign.Local(jobs, 1, 2).free == ["3,5"]
+    jobs[0].logs.rmdir()
     with pytest.raises(UserError, match="2 x 3 GPUs are asked for, and 5 can be seen"):
         campaign.Local(jobs, 2, 3)
+    assert not jobs[0].logs.exists()
 
 
 LOST = "[rank1]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:9120\n"
@@ -425,6 +427,15 @@ def test_mistakes_start_nothing(file, monkeypatch, capsys, words, says):
     assert main(["campaign", str(file), *words]) == 2
     assert says in capsys.readouterr().err
     assert [p.name for p in file.parent.iterdir()] == ["campaign.yaml"]
+
+
+def test_a_slurm_that_does_not_answer_leaves_no_folder(file, tmp_path, monkeypatch):
+    for name in ("sbatch", "srun", "squeue"):
+        (tmp_path / name).symlink_to("/bin/false")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="squeue failed: "):
+        run_campaign(file, out=tmp_path / "runs", slurm=ON_CPU)
+    assert not (tmp_path / "runs").exists()
 
 
 # On a real Slurm of one node, which tests/slurm.sh starts
