@@ -49,10 +49,10 @@ def _recorded(folder: Path) -> tuple | None:
     return None
 
 
-def tail(file: Path, size: int = 8192) -> str:
-    """The end of a text file, `size` bytes of it; empty if it is not there."""
+def tail(file: Path) -> str:
+    """The last 8,192 bytes of a text file; empty if it is not there."""
     with contextlib.suppress(FileNotFoundError), open(file, "rb") as stream:
-        stream.seek(max(stream.seek(0, os.SEEK_END) - size, 0))
+        stream.seek(max(stream.seek(0, os.SEEK_END) - 8192, 0))
         return stream.read().decode(errors="replace").replace("\r", "\n")
     return ""
 

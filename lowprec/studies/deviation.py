@@ -43,13 +43,13 @@ def random_inputs(seeds, queries, keys, head_dim, fmt):
     return tuple(torch.stack(t)[:, None] for t in zip(*map(draw, seeds), strict=True))
 
 
-def tied_inputs(seeds, queries, keys, head_dim, fmt, margin=17.0):
-    """The same with two equal keys whose score is about `margin`, and V uniform in (−4, −2].
+def tied_inputs(seeds, queries, keys, head_dim, fmt):
+    """The same with two equal keys whose score is about 17, and V uniform in (−4, −2].
 
     Every query has a common part that matches the two keys, the first of the row.
     """
     q, k, v = random_inputs(seeds, queries, keys, head_dim, "fp32")
-    carrier = math.sqrt(margin / math.sqrt(head_dim))
+    carrier = math.sqrt(17 / math.sqrt(head_dim))
     k[:, :, :2] = carrier
     v = -2 - 2 * torch.special.ndtr(v)
     return tuple(round_to(t, fmt) for t in (q + carrier, k, v))

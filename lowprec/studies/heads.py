@@ -49,10 +49,10 @@ def take_offs(
     return order.drop(columns="ratio").astype(int).reset_index(drop=True)
 
 
-def fastest(run, lag: int = 100, settled: int = 600, every: int | None = None) -> float:
-    """The largest factor by which the σ(W_Q) of a head grows within `lag` steps: how far the run is
-    from a take-off, or past it. Arguments and errors as in `take_offs`."""
-    return float(_growth(run, lag, settled, every).max().max())
+def fastest(run, lag: int = 100, every: int | None = None) -> float:
+    """The largest factor by which the σ(W_Q) of a head grows within `lag` steps, from step 600 on:
+    how far the run is from a take-off, or past it. Arguments and errors as in `take_offs`."""
+    return float(_growth(run, lag, 600, every).max().max())
 
 
 def _growth(run, lag: int, settled: int, every: int | None) -> pd.DataFrame:

@@ -82,9 +82,9 @@ class LossScale:
     a row double it. Off, the scale is 1 and no step is ever skipped.
     """
 
-    def __init__(self, seeds: int, on: bool, device="cpu", initial=2.0**16, interval=2000):
+    def __init__(self, seeds: int, on: bool, device="cpu", interval=2000):
         self.on, self.interval = on, interval
-        self.scale = torch.full((seeds,), initial if on else 1.0, device=device)
+        self.scale = torch.full((seeds,), 2.0**16 if on else 1.0, device=device)
         self.good = torch.zeros(seeds, dtype=torch.int64, device=device)
         self.skipped = torch.zeros(seeds, dtype=torch.int64, device=device)
 
@@ -110,8 +110,8 @@ class Optimiser:
     is all that torch.optim cannot do for stacked seeds.
     """
 
-    def __init__(self, weights, first=0.9, second=None, eps=1e-8):
-        self.first, self.second, self.eps = first, second, eps
+    def __init__(self, weights, first=0.9, second=None):
+        self.first, self.second = first, second
         self.m, self.v = ([torch.zeros_like(w) for w in weights] for _ in range(2))
         self.t = torch.zeros(len(weights[0]), device=weights[0].device)
 
@@ -134,7 +134,7 @@ class Optimiser:
                 moment[i] / per_seed(1 - beta**self.t, g)
                 for moment, beta in ((self.m, self.first), (self.v, self.second))
             )
-            step = m / (v.sqrt() + self.eps)
+            step = m / (v.sqrt() + 1e-8)
         return torch.where(keep, -lr * step, 0.0)
 
 
