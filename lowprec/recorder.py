@@ -55,7 +55,8 @@ class Recorder:
                 mend = "it has no checkpoint to go on from; " + mend
             raise UserError(f"{self.part} holds an unfinished run; {mend}")
         group.wait()
-        recorded = dataclasses.asdict(config) | {"device": group.device, "data": tokens.name}
+        here = dict(device=torch.device(group.device).type, data=tokens.name)
+        recorded = dataclasses.asdict(config) | here
         self.info = dict(
             name=out.name, arm=arm or PrecisionPolicy.parse(config.policy).slug,
             config=json.loads(json.dumps(recorded)), processes=group.size,
@@ -226,7 +227,8 @@ class Recorder:
         if self.group.rank:
             return
         state = dict(
-            config=json.dumps(self._fixed()), step=self.step, model=model.state_dict(),
+            config=json.dumps(self._fixed()), sittings=json.dumps(self._sittings()),
+            step=self.step, model=model.state_dict(),
             optimizer=optimizer.state_dict(), scaler=scaler.state_dict(),
             seconds=self.seconds + time.time() - self.clock,
             metrics=torch.tensor(self.metrics, dtype=torch.float64),
@@ -237,8 +239,13 @@ class Recorder:
         runs.write_atomic(self.part / "checkpoint.pt", lambda file: torch.save(state, file))
 
     def _fixed(self) -> dict:
-        """What a run that goes on must have as before, for its numbers depend on it."""
-        return self.info["config"] | {k: self.info[k] for k in ("processes", "data_sha256")}
+        """What a run that goes on must have as before."""
+        return self.info["config"] | {"data_sha256": self.info["data_sha256"]}
+
+    def _sittings(self) -> list[dict]:
+        """What made the steps so far, and up to which: the last is this sitting."""
+        now = {k: self.info[k] for k in ("processes", "hardware", "versions", "commit")}
+        return [*self.info.get("earlier", []), dict(steps=self.step) | now]
 
     def restore(self, model, optimizer, scaler):
         """Put everything where the checkpoint of an unfinished run left it."""
@@ -264,6 +271,11 @@ class Recorder:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
+        *earlier, last = json.loads(state["sittings"])
+        if last != self._sittings()[0] | dict(steps=last["steps"]):
+            earlier.append(last)
+        if earlier:  # else as if it had never stopped
+            self.info["earlier"] = earlier
         self.step, self.seconds = state["step"], state["seconds"]
         self.began = (self.step, time.time())
         self.metrics = [(int(row[0]), *row[1:]) for row in state["metrics"].tolist()]

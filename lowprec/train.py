@@ -40,8 +40,8 @@ def train(
 ) -> runs.Run:
     """Train, record, and return the run. `out` is a new run folder; an existing one is refused.
 
-    resume: go on from the checkpoint of an unfinished run of the same configuration, with the
-    numbers it would have had; without an unfinished run, start.
+    resume: go on from the checkpoint of an unfinished run of the same configuration, on as many
+    GPUs of the same kind with the numbers it would have had; without an unfinished run, start.
     campaign: sha256 of the campaign file that asks for the run, for run.json.
     SIGTERM and Ctrl-C write what there is, with a checkpoint if the run makes them, and raise
     `UserError`. Every process of `torchrun` calls this; the first one writes.

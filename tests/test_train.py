@@ -224,12 +224,7 @@ def files(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
-    """Stopped between two probes, after a checkpoint, by a signal that comes in step 5."""
-    config = small(
-        policy="LOW", steps=8, probe_every=4, checkpoint_every=3, capture_at=(4,), capture_every=2
-    )
-    whole = train(config, tmp_path / "a")
+def stop_in_step_5(config, out, monkeypatch):
     measured = Recorder.measured
 
     def interrupted(self, *numbers):
@@ -237,21 +232,25 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
         if self.step == 5:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Recorder, "measured", interrupted)
-    with pytest.raises(UserError, match="stopped after 5 steps.*resumed"):
-        train(config, tmp_path / "b")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="stopped after 5 steps"):
+        patch.setattr(Recorder, "measured", interrupted)
+        train(config, out)
+
+
+def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
+    """Stopped between two probes, after a checkpoint, by a signal that comes in step 5."""
+    config = small(
+        policy="LOW", steps=8, probe_every=4, checkpoint_every=3, capture_at=(4,), capture_every=2
+    )
+    whole = train(config, tmp_path / "a")
+    stop_in_step_5(config, tmp_path / "b", monkeypatch)
     unfinished = runs.load_run(tmp_path / ".b.part")
     assert len(unfinished.metrics) == 5 and not unfinished.finished
-    monkeypatch.undo()
     monkeypatch.chdir(runs.repo_root())
     with pytest.raises(UserError, match="unfinished run; add --resume to go on from"):
         train(config, tmp_path / "b")
     with pytest.raises(UserError, match="with other lr; take the same"):
         train(dataclasses.replace(config, lr=1.0), tmp_path / "b", resume=True)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="with other processes"):
-        fixed = Recorder._fixed
-        patch.setattr(Recorder, "_fixed", lambda self: fixed(self) | dict(processes=2))
-        train(config, tmp_path / "b", resume=True)
     held = os.open(tmp_path / ".b.part", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(UserError, match="is being trained by another process"):
@@ -264,6 +263,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     resumed = train(config, tmp_path / "b", resume=True)
     assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
     assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
+    assert "earlier" not in resumed.info
     assert [p.name for p in sorted((tmp_path / "b").iterdir())] == [
         "captures", "metrics.parquet", "probes.parquet", "run.json"
     ]  # fmt: skip
@@ -426,17 +426,34 @@ def torchrun(*words):
     )  # fmt: skip
 
 
+def train_by_two(out, *words, **config):
+    words = [*words, "--out", str(out)]
+    for name, value in (SMALL | config).items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    launcher = torchrun(*words)
+    said, err = launcher.communicate()
+    assert launcher.returncode == 0, err[-6000:]
+    return runs.load_run(out), said
+
+
+def test_two_processes_go_on_from_where_one_stopped(tmp_path, monkeypatch):
+    """Same numbers up to the order of sums; the record says who made which steps."""
+    changed = dict(steps=8, batch_size=4, checkpoint_every=3, seed=3)
+    alone = train(small(**changed), tmp_path / "a")
+    stop_in_step_5(small(**changed), tmp_path / "b", monkeypatch)
+    run, _ = train_by_two(tmp_path / "b", "--resume", **changed)
+    made = ("hardware", "versions", "commit")
+    assert run.info["earlier"] == [dict(steps=5, processes=1) | {k: alone.info[k] for k in made}]
+    assert run.info["processes"] == 2
+    first = run.metrics.step < 5
+    assert run.metrics[first].equals(alone.metrics[first]) and len(run.metrics) == 8
+    assert list(run.metrics.loss) == pytest.approx(list(alone.metrics.loss), rel=1e-4)
+
+
 def test_two_processes_train_as_one(tmp_path):
     """torchrun with gloo: the same global batches, so the same numbers up to the order of sums."""
     alone = train(small(policy="LOW", batch_size=4), tmp_path / "a")
-    arguments = [
-        word for name, value in (SMALL | dict(policy="LOW", batch_size=4)).items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]  # fmt: skip
-    launcher = torchrun(*arguments, "--out", str(tmp_path / "b"))
-    out, err = launcher.communicate()
-    assert launcher.returncode == 0, err[-6000:]
-    run = runs.load_run(tmp_path / "b")
+    run, out = train_by_two(tmp_path / "b", policy="LOW", batch_size=4)
     assert run.info["processes"] == 2 and out.count("completed") == 1
     for name in ("loss", "grad_norm"):
         assert list(run.metrics[name]) == pytest.approx(list(alone.metrics[name]), rel=1e-4)
