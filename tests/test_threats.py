@@ -116,11 +116,11 @@ def test_what_reviewers_object_is_answered_by_verdicts():
     table = SHELF.split("(shelf-reviews)=")[1].split("\n## ")[1]
     verdicts = {
         "supported": "delta-fp8-size larger-safe larger-sum-before affected-lead spike-share "
-        "spike-adam larger-setting-fails bias-once common-force addition-long-weight rivals-train-qk-norm "
+        "spike-adam bias-once common-force addition-long-weight rivals-train-qk-norm "
         "rivals-alike-qk-norm common-healthy stabilised-negative gradient-row-sum spike-one-sided "
         "gradient-in-row-sums rounding-fa2-without-ties stabilised-activations delta-silent-sites "
         "stabilised-gamma rounding-planted-sink bias-measured rivals-train-quarter "
-        "cost-training-probe",
+        "cost-training-probe larger-setting-fails",
         "refuted": "larger-layer heads-sum-alone spike-gradient-blind bias-held addition-remark-1 "
         "spike-opposed "
         "common-untrained rivals-posit-ties rivals-posit-bias stabilised-loud "
