@@ -272,8 +272,12 @@ class Recorder:
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
         *earlier, last = json.loads(state["sittings"])
-        if last != self._sittings()[0] | dict(steps=last["steps"]):
+        now = self._sittings()[-1] | dict(steps=last["steps"])
+        if last != now:
             earlier.append(last)
+            differ = ", ".join(f"{k} {last[k]} -> {now[k]}" for k in now if last[k] != now[k])
+            if self.group.rank == 0:
+                print(f"{self.name} goes on at step {last['steps']:,} with other {differ}")
         if earlier:  # else as if it had never stopped
             self.info["earlier"] = earlier
         self.step, self.seconds = state["step"], state["seconds"]

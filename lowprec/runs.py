@@ -113,7 +113,8 @@ class Run:
 
     @property
     def hardware(self) -> str:
-        return self.info["hardware"]
+        made = [*self.info.get("earlier", []), self.info]
+        return " and ".join(dict.fromkeys(sitting["hardware"] for sitting in made))
 
     @property
     def finished(self) -> bool:

@@ -1053,7 +1053,8 @@ def test_a_larger_batch_fails_sooner_in_the_same_layer(recorded):
 
 def test_the_papers_setting(recorded):
     """Here, page 26, intro and the shelf."""
-    (run,) = recorded["paper"].run
+    assert len(recorded["paper"]) == 1, f"{MEND}, page 26 and its limits, intro and shelf.md"
+    run = recorded["paper"].run[0]
     places = "page 26, intro, shelf.md, changelog and data/README.md"
     assert (run.info["arm"], run.info["processes"], run.explosion.onset) == ("low", 4, 4506), places
     others = [r for name, table in recorded.items() if name != "paper" for r in table.run]

@@ -224,17 +224,18 @@ def files(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-def stop_in_step_5(config, out, monkeypatch):
+def stop_in_step(last, config, out, monkeypatch):
     measured = Recorder.measured
 
     def interrupted(self, *numbers):
         measured(self, *numbers)
-        if self.step == 5:
+        if self.step == last:
             signal.raise_signal(signal.SIGTERM)
 
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="stopped after 5 steps"):
+    said = f"stopped after {last} steps"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=said):
         patch.setattr(Recorder, "measured", interrupted)
-        train(config, out)
+        train(config, out, resume=True)
 
 
 def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
@@ -243,7 +244,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
         policy="LOW", steps=8, probe_every=4, checkpoint_every=3, capture_at=(4,), capture_every=2
     )
     whole = train(config, tmp_path / "a")
-    stop_in_step_5(config, tmp_path / "b", monkeypatch)
+    stop_in_step(5, config, tmp_path / "b", monkeypatch)
     unfinished = runs.load_run(tmp_path / ".b.part")
     assert len(unfinished.metrics) == 5 and not unfinished.finished
     monkeypatch.chdir(runs.repo_root())
@@ -295,6 +296,22 @@ def test_a_loss_that_is_not_finite_ends_the_run_between_probes_too(tmp_path, mon
     assert run.metrics.equals(whole.metrics)
     assert run.info["weights_sha256"] == whole.info["weights_sha256"]
     assert not (tmp_path / "b" / "checkpoint.pt").exists()
+
+
+def test_a_record_says_what_made_which_steps(tmp_path, monkeypatch):
+    """Three sittings, of which the second has other code on another machine."""
+    config, here = small(steps=8, checkpoint_every=8), runs.provenance("cpu")
+    there = here | dict(hardware="H", commit="c")
+    stop_in_step(3, config, tmp_path / "a", monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "provenance", lambda device: there)
+        stop_in_step(5, config, tmp_path / "a", monkeypatch)
+    stop_in_step(6, config, tmp_path / "a", monkeypatch)
+    run = train(config, tmp_path / "a", resume=True)
+    assert run.info["earlier"] == [
+        dict(steps=3, processes=1) | here, dict(steps=5, processes=1) | there
+    ]  # fmt: skip
+    assert run.hardware == "CPU and H" and len(run.metrics) == 8
 
 
 def test_a_run_that_cannot_take_its_name_can_be_resumed(tmp_path, monkeypatch):
@@ -440,11 +457,11 @@ def test_two_processes_go_on_from_where_one_stopped(tmp_path, monkeypatch):
     """Same numbers up to the order of sums; the record says who made which steps."""
     changed = dict(steps=8, batch_size=4, checkpoint_every=3, seed=3)
     alone = train(small(**changed), tmp_path / "a")
-    stop_in_step_5(small(**changed), tmp_path / "b", monkeypatch)
-    run, _ = train_by_two(tmp_path / "b", "--resume", **changed)
-    made = ("hardware", "versions", "commit")
-    assert run.info["earlier"] == [dict(steps=5, processes=1) | {k: alone.info[k] for k in made}]
-    assert run.info["processes"] == 2
+    stop_in_step(5, small(**changed), tmp_path / "b", monkeypatch)
+    run, said = train_by_two(tmp_path / "b", "--resume", **changed)
+    made = {k: alone.info[k] for k in ("hardware", "versions", "commit")}
+    assert run.info["earlier"] == [dict(steps=5, processes=1) | made]
+    assert run.info["processes"] == 2 and "b goes on at step 5 with other processes 1 -> 2" in said
     first = run.metrics.step < 5
     assert run.metrics[first].equals(alone.metrics[first]) and len(run.metrics) == 8
     assert list(run.metrics.loss) == pytest.approx(list(alone.metrics.loss), rel=1e-4)
