@@ -66,7 +66,8 @@ COLUMNS = {
     "delta_high": "upper end",
     "share": "the error that eps makes in W_Q's gradient, over the exact gradient, in norm; "
     f"an alarm needs {SHARE:g} and more",
-    "share_all": "the same with the whole error of that gradient, of all roundings: dQ of the "
+    "error": "that error itself, in norm, for the mean loss of the text",
+    "share_all": "that share with the whole error of that gradient, of all roundings: dQ of the "
     "policy less dQ in float64",
     "key_share": "size of the mean key, over the rms of the keys",
     "common": "mean score of a row, averaged over the rows from the second on; "
@@ -119,9 +120,10 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
 def verdict(table: pd.DataFrame) -> str:
     """What a table of `probe` says, in words, and what was read."""
     ill = table[table.alarm]
-    worst = (table if ill.empty else ill).nlargest(1, "share").iloc[0]
+    # A head that attends to one key alone has next to no gradient, and any error is many of it.
+    worst = (table.nlargest(1, "share") if ill.empty else ill.nlargest(1, "error")).iloc[0]
     text = (
-        f"In layer {worst.layer:.0f}, head {worst['head']:.0f} the error that rounding O makes "
+        f"in layer {worst.layer:.0f}, head {worst['head']:.0f} the error that rounding O makes "
         f"through delta is {worst.share:.2g} times as long as W_Q's gradient, and the mean score "
         f"is {round(worst.common, 1) + 0.0:.1f}. Rounding q and k moves P by {worst.tv:.2%}"
     )
@@ -129,13 +131,14 @@ def verdict(table: pd.DataFrame) -> str:
     if ill.empty:
         small = f" An alarm needs a mean score of {COMMON:.0f} and more, in size, as well."
         return (
-            f"No alarm in {len(table)} head(s), which on little text proves nothing. The largest: "
-            f"{text[0].lower()}{text[1:]}.{small * bool(worst.share >= SHARE)}{read}"
+            f"No alarm in {len(table)} head(s), which on little text proves nothing. The largest "
+            f"share: {text}.{small * bool(worst.share >= SHARE)}{read}"
         )
     late = "it computes something else already" if worst.tv >= BROKEN else "it is still right"
     return (
-        f"ALARM in {len(ill)} of {len(table)} head(s). {text}: {late}. The policy SAFE is for "
-        f"training from before an alarm; that it rescues such a head is not shown.{read}"
+        f"ALARM in {len(ill)} of {len(table)} head(s). The largest error: {text}: {late}. The "
+        "policy SAFE is for training from before an alarm; that it rescues such a head is not "
+        f"shown.{read}"
     )
 
 
@@ -177,12 +180,12 @@ def _measure(call) -> dict[str, torch.Tensor]:
     half = stats.t.ppf(0.975, BLOCKS - 1) * error
     gradient = call.norms(seen["dq"])
 
-    moved = -call.scale * eps[..., None] * seen["mean_key"]
+    moved = call.norms(-call.scale * eps[..., None] * seen["mean_key"])
 
     return dict(
         tied=seen["tied"].mean((0, 2)), o_bias=seen["o_error"].sum(0) / seen["o_ulp"].sum(0),
         delta_bias=mean / size, delta_low=(mean - half) / size, delta_high=(mean + half) / size,
-        share=_share(call.norms(moved), gradient),
+        share=_share(moved, gradient), error=moved,
         share_all=_share(call.norms(seen["dq_error"]), gradient),
         key_share=torch.tensor([common_part(k) for k in full_k.unbind(1)], dtype=torch.float64),
         common=seen["common"].mean((0, 2)), tv=seen["moved"].mean((0, 2)),
