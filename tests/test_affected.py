@@ -340,3 +340,15 @@ def test_a_model_that_has_failed_is_no_model_without_alarm():
         model.blocks[0].qkv.weight[0, 0] = float("nan")
     with pytest.raises(UserError, match="layer 0 has numbers that are not finite"):
         affected.probe(model, sequences=2, length=64)
+
+
+def test_an_alarm_names_the_head_of_the_largest_error():
+    """Not the one whose gradient is next to nothing, of which any error is many times as long."""
+    names = dict.fromkeys(("common", "tv"), 20.0) | dict(layer=1)
+    dead = names | dict(head=6, share=1e32, error=0.004, alarm=True)
+    worst = names | dict(head=7, share=1e4, error=0.5, alarm=True)
+    well = names | dict(head=8, share=0.01, error=0.9, alarm=False)
+    said = affected.verdict(pd.DataFrame([dead, worst, well]))
+    assert said.startswith("ALARM in 2 of 3 head(s). The largest error: in layer 1, head 7 the")
+    calm = pd.DataFrame([well, well | dict(head=9, share=0.02, error=0.1)])
+    assert "The largest share: in layer 1, head 9 the" in affected.verdict(calm)
