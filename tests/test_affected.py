@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import pandas as pd
 import pytest
 import torch
 
