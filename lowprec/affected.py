@@ -66,7 +66,7 @@ COLUMNS = {
     "delta_high": "upper end",
     "share": "the error that eps makes in W_Q's gradient, over the exact gradient, in norm; "
     f"an alarm needs {SHARE:g} and more",
-    "error": "that error itself, in norm, for the mean loss of the text",
+    "error": "that error itself, in norm, of the gradient of the mean loss",
     "share_all": "that share with the whole error of that gradient, of all roundings: dQ of the "
     "policy less dQ in float64",
     "key_share": "size of the mean key, over the rms of the keys",

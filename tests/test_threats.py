@@ -1063,6 +1063,12 @@ def test_the_papers_setting(recorded):
     assert set(begun.layer) == {1} and len(begun) == 11, f"{MEND}, {places}"
     tokens = json.loads((ROOT / "data/corpora/pysource.json").read_text())["tokens"]
     assert round(4506 * 524_288 / tokens) == 15, f"{MEND}, the limits of page 26"
+    probed = pd.read_parquet(ROOT / "data/runs/paper/probed.parquet")
+    probed = probed[probed.run == run.name]
+    assert set(probed.step) == {run.explosion.onset - 6}, "page 26: six steps before"
+    assert probed.alarm.sum() == 17 and "alarm in 17 heads of 144" in " ".join(
+        (ROOT / "data/runs/paper/campaign.yaml").read_text().split()
+    )
     lowest = runs.window_mean(run.metrics.loss)[:4506].min()
     assert f"{lowest:.2f}" == "0.65", "the limits of page 26"
 
