@@ -1064,7 +1064,10 @@ def test_the_papers_setting(recorded):
     assert set(begun.layer) == {1} and len(begun) == 11, f"{MEND}, {places}"
     tokens = json.loads((ROOT / "data/corpora/pysource.json").read_text())["tokens"]
     assert round(4506 * 524_288 / tokens) == 15, f"{MEND}, the limits of page 26"
-    both = pd.read_parquet(ROOT / "data/runs/paper/probed.parquet")
+    table = pd.read_parquet(ROOT / "data/runs/paper/probed.parquet")
+    alarms = table.groupby(["run", "sequences"]).alarm.sum()
+    assert dict(alarms["o_fp32-seed0"]) == {4: 1, 32: 0}, "the limits of page 45, changelog"
+    both = table[table.sequences == 4]
     probed, partner = (both[both.run == name] for name in (run.name, "o_fp32-seed0"))
     assert len(partner) == len(probed) and set(partner.step) == set(probed.step), places
     assert not partner.alarm[partner.layer == 1].any(), f"{places}: no alarm in that layer"
