@@ -21,6 +21,7 @@ import difflib
 import functools
 import math
 import operator
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -254,9 +255,18 @@ def _read(path: Path, changed: int) -> dict[str, Claim]:
         raise UserError(f"{path.name} is not valid YAML: {yaml_fault(error)}") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path.name} must be a list of claims, each with its keys")
+    threats = path.with_name("threats.md")
+    text = threats.read_text() if threats.is_file() else ""
+    labels = re.findall(r"^\(threat-(\w+)\)=$", text, re.MULTILINE)
     claims: dict[str, Claim] = {}
     for entry in entries:
         claim = parse(entry)
+        for word in claim.threats:
+            if labels and word.lower() not in labels:
+                raise UserError(
+                    f"claim {claim.id}: {word!r} is no threat of threats.md; those are "
+                    f"{', '.join(labels)}"
+                )
         if claim.id in claims:
             raise UserError(f"claim {claim.id} stands twice in {path.name}: rename one")
         claims[claim.id] = claim
@@ -378,4 +388,5 @@ def main(argv: list[str]) -> None:
         print(f"{len(pages.write(repo_root()))} generated pages and downloads")
         return
     for claim in load().values():
-        print(f"{claim.verdict:13} {claim.notebook[:2]} {claim.id}: {claim.sentence}")
+        kind = " (exploratory)" * claim.exploratory
+        print(f"{claim.verdict:13} {claim.notebook[:2]} {claim.id}{kind}: {claim.sentence}")

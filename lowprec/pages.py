@@ -28,12 +28,16 @@ MARKERS = "<!-- claims -->", "<!-- /claims -->"
 
 
 def write(root: Path) -> list[Path]:
-    """Write every generated page of the repository at `root`; returns the paths written.
+    """Write every generated page of the repository at `root`, and README's list; returns the pages.
 
-    Raises `UserError` for a claim whose notebook was executed without checking it.
+    Raises `UserError` for a claim whose notebook was executed without checking it, or was not; the
+    list in README.md is renewed all the same.
     """
     book = root / "book"
     registry = claims.load(book / "claims.yml")
+    readme = root / "README.md"
+    if readme.is_file():  # first, as it needs no executed page
+        _put(readme, with_claims(readme.read_text(), registry, statements(book)))
     executed = read_executed(book / "executed")
     results = check_coverage(registry, executed, root / "notebooks")
     generated = book / "_generated"
@@ -53,14 +57,16 @@ def write(root: Path) -> list[Path]:
         for figure, markup in figures(nb).items():
             texts[generated / f"figure-{name}-{figure}.md"] = raw_html(markup)
     texts[book / "status.md"] = status(root)
-    readme = root / "README.md"
-    if readme.is_file():
-        texts[readme] = with_claims(readme.read_text(), registry, statements(book))
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_file() or path.read_text() != text:
-            path.write_text(text)
+        _put(path, text)
     return [*texts, *copy_downloads(root, executed)]
+
+
+def _put(path: Path, text: str) -> None:
+    """Write what differs, so that what is built from the rest stays as it is."""
+    if not path.is_file() or path.read_text() != text:
+        path.write_text(text)
 
 
 def read_executed(folder: Path) -> dict[str, dict]:
@@ -78,7 +84,10 @@ def check_coverage(registry, executed, sources: Path) -> dict[str, Result]:
     for claim in registry.values():
         if (sources / f"{claim.notebook}.ipynb").is_file() and claim.id not in results:
             if claim.notebook not in executed:
-                raise UserError(f"notebook {claim.notebook} was not executed: run `make book`")
+                raise UserError(
+                    f"README.md is renewed; for the pages, notebook {claim.notebook} was not "
+                    "executed: run `make book`"
+                )
             raise UserError(
                 f"claim {claim.id} names notebook {claim.notebook}, which does not check it: call "
                 f"claims.check({claim.id!r}, ...) there, or mend the entry in book/claims.yml"

@@ -245,6 +245,8 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
         known = [path.name for path in (data_root() / "runs").glob("*") if path != folder]
         close = difflib.get_close_matches(str(campaign), known, n=1)
         hint = f"did you mean {close[0]}?" if close else "give a campaign's name or folder"
+        if unfinished := sorted(path.name for path in folder.glob(".*.part")):
+            hint = f"only {', '.join(unfinished)}, unfinished"
         raise UserError(f"there are no run folders in {folder}; {hint}")
     rows = []
     for run in map(load_run, paths):

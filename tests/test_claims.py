@@ -175,6 +175,17 @@ def test_a_damaged_entry_is_named(registry, change, sentence):
         claims.load(registry({**ENTRY, **change}))
 
 
+def test_a_misspelt_threat_is_named(registry):
+    path = registry({**ENTRY, "threats": ["aftr"]})
+    assert claims.load(path)["bias"].threats == ("aftr",), "no legend, no check"
+    path.with_name("threats.md").write_text("(threat-after)=\n## After\n\n(threat-gpu)=\n## GPU\n")
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(UserError, match="claim bias: 'aftr' is no threat of threats.md; those are"):
+        claims.load(path)
+    path = registry({**ENTRY, "threats": ["GPU", "after"]})
+    assert claims.load(path)["bias"].exploratory
+
+
 def test_missing_keys_and_repeated_ids_are_named(registry):
     for key in ("refuted_if", "n"):
         short = {k: v for k, v in ENTRY.items() if k != key}
@@ -302,6 +313,10 @@ def test_a_claim_that_its_notebook_does_not_check_is_an_error(repository):
     execute(repository)
     with pytest.raises(UserError, match="claim bias names notebook 36_bias, which does not check"):
         pages.write(repository)
+    (repository / "book" / "executed" / "36_bias.ipynb").unlink()
+    with pytest.raises(UserError, match="README.md is renewed; for the pages, notebook 36_bias was"):
+        pages.write(repository)
+    assert "All 1 claims" in (repository / "README.md").read_text()
 
 
 def test_a_statement_has_claims_or_a_reason_to_have_none(repository):
@@ -375,5 +390,5 @@ def test_readme_has_the_claims_of_claims_yml():
     readme = (ROOT / "README.md").read_text()
     registry = claims.load(ROOT / "book" / "claims.yml")
     stale = "README.md is older than book/claims.yml: run `make book`, or\n"
-    stale += "`python -m lowprec claims --write` if all pages are executed"
+    stale += "`python -m lowprec claims --write`, which renews it before it asks for the pages"
     assert pages.with_claims(readme, registry, pages.statements(ROOT / "book")) == readme, stale

@@ -124,7 +124,7 @@ def test_notebook_has_the_form_that_readers_and_papermill_rely_on(path):
     cells = nb["cells"]
     title = "".join(cells[0]["source"])
     assert cells[0]["cell_type"] == "markdown" and title.startswith("# ")
-    rows = re.findall(r"^\| *([^|]+?) *\| *([^|\n]+?) *\|$", title, re.MULTILINE)
+    rows = re.findall(r"^\| *([^|]+?) *\| *((?:\\\||[^|\n])+?) *\|$", title, re.MULTILINE)
     assert [name for name, _ in rows if name in HEADER] == list(HEADER)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert "parameters" in code[0]["metadata"].get("tags", [])

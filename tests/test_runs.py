@@ -179,6 +179,9 @@ def test_empty_campaign(tmp_path):
         load_runs(tmp_path)
     with pytest.raises(UserError, match=r"did you mean rivals\?"):
         load_runs("rivels")
+    (tmp_path / ".low-seed0.part").mkdir()
+    with pytest.raises(UserError, match=r"only \.low-seed0\.part, unfinished"):
+        load_runs(tmp_path)
 
 
 def test_one_run_is_not_a_campaign_and_shows_itself_in_a_line(folder):
