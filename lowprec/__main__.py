@@ -224,9 +224,13 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         COMMANDS[known("command", argv[0], COMMANDS)](argv[1:])
+        sys.stdout.flush()
     except UserError as error:
         print(f"lowprec: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 

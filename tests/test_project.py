@@ -178,6 +178,15 @@ def test_a_mistyped_command_fails(words):
         assert done.stderr == "lowprec: there is no command 'tarin': did you mean train?\n"
 
 
+def test_a_reader_that_has_read_enough_ends_a_command_quietly():
+    command = [sys.executable, "-m", "lowprec", "claims"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout.readline().startswith("supported")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 def test_without_a_gpu_the_tests_that_need_one_stop_at_once():
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", "gpu", "--collect-only"]
     no_gpu = os.environ | dict(LOWPREC_GPU_TESTS="1", CUDA_VISIBLE_DEVICES="")
