@@ -180,7 +180,8 @@ def test_a_mistyped_command_fails(words):
 
 def test_a_reader_that_has_read_enough_ends_a_command_quietly():
     command = [sys.executable, "-m", "lowprec", "claims"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout.readline().startswith("supported")
         process.stdout.close()
         assert process.stderr.read() == ""
