@@ -31,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,8 @@ COLUMNS = {
     "share": "the error that eps makes in W_Q's gradient, over the exact gradient, in norm; "
     f"an alarm needs {SHARE:g} and more",
     "error": "that error itself, in norm, of the gradient of the mean loss",
+    "coherence": "inner product of the errors of two sequences over their mean square, on average; "
+    "0: a larger batch averages them away, 1: it does not. nan for one sequence",
     "share_all": "that share with the whole error of that gradient, of all roundings: dQ of the "
     "policy less dQ in float64",
     "key_share": "size of the mean key, over the rms of the keys",
@@ -164,7 +167,8 @@ def _measure(call) -> dict[str, torch.Tensor]:
     """The columns of `probe`, one number a head.
 
     call: layer, policy, scale, tile; q, k, v, do (B, H, T, D) as attention reads them; full_q,
-    full_k before they were rounded; norms, from a part of dq to the norms of its W_Q gradients.
+    full_k before they were rounded; norms, from a part of dq to those of its W_Q gradients, (H,) of
+    all sequences together and (B, H) of each.
     """
     if not all(x.isfinite().all() for x in (call.q, call.k, call.v, call.do)):
         raise UserError(
@@ -178,15 +182,16 @@ def _measure(call) -> dict[str, torch.Tensor]:
     mean, error, _ = drift.batch_means(rows.numpy(), BLOCKS)
     size = rows.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
     half = stats.t.ppf(0.975, BLOCKS - 1) * error
-    gradient = call.norms(seen["dq"])
-
-    moved = call.norms(-call.scale * eps[..., None] * seen["mean_key"])
+    gradient, _ = call.norms(seen["dq"])
+    moved, each = call.norms(-call.scale * eps[..., None] * seen["mean_key"])
+    apart = each.square().sum(0)
+    pairs = (moved.square() - apart) / (len(each) - 1 or math.nan)  # one sequence makes none
 
     return dict(
         tied=seen["tied"].mean((0, 2)), o_bias=seen["o_error"].sum(0) / seen["o_ulp"].sum(0),
         delta_bias=mean / size, delta_low=(mean - half) / size, delta_high=(mean + half) / size,
-        share=_share(moved, gradient), error=moved,
-        share_all=_share(call.norms(seen["dq_error"]), gradient),
+        share=_share(moved, gradient), error=moved, coherence=_share(pairs, apart),
+        share_all=_share(call.norms(seen["dq_error"])[0], gradient),
         key_share=torch.tensor([common_part(k) for k in full_k.unbind(1)], dtype=torch.float64),
         common=seen["common"].mean((0, 2)), tv=seen["moved"].mean((0, 2)),
     )  # fmt: skip
@@ -234,7 +239,8 @@ def _capture_call(capture, policy):
     x = capture.tensors["x"].double()
 
     def norms(dq):
-        return torch.einsum("bhtd,btc->hdc", dq, x).flatten(1).norm(dim=1)
+        each = torch.einsum("bhtd,btc->bhdc", dq, x).flatten(2)
+        return each.sum(0).norm(dim=1), each.norm(dim=2)
 
     full_q, full_k = scores.unrounded(capture)
     return SimpleNamespace(
@@ -294,26 +300,31 @@ def _run(model, tokens, policy) -> list[SimpleNamespace]:
 
 
 def _norms(q, modules, passed):
-    """From dq (B, H, T, D) to the norms (H,) of the gradients it makes in the weights of q.
+    """From dq (B, H, T, D) to the norms of the gradients it makes in the weights of q, (H,) of all
+    sequences together and (B, H) of each.
 
     By automatic differentiation from q back to what each linear map of the layer put out, so that
     rotary positions, norms of q and fused projections need no special case.
     """
 
     def norms(dq):
-        squares = []
+        together, each = [], []
         for h in range(q.shape[1]):
             part = torch.zeros_like(q)
             part[:, h] = dq[:, h]
             outs = [passed[m][1] for m in modules]
             back = torch.autograd.grad(q, outs, part, retain_graph=True, allow_unused=True)
-            total = 0.0
+            total, apart = torch.zeros((), dtype=torch.float64), torch.zeros(len(q)).double()
             for module, g in zip(modules, back, strict=True):
                 if g is not None:
-                    g, x = (t.flatten(0, -2).double() for t in (g, passed[module][0]))
-                    total += (g[:, g.any(0)].mT @ x).square().sum().item()
-            squares.append(total)
-        return torch.tensor(squares, dtype=torch.float64).sqrt()
+                    # by sequence, also where a model puts all rows into one axis
+                    g, x = (t.reshape(len(q), -1, t.shape[-1]) for t in (g, passed[module][0]))
+                    made = g[..., g.flatten(0, 1).any(0)].double().mT @ x.double()
+                    total += made.sum(0).square().sum()
+                    apart += made.square().sum((1, 2))
+            together.append(total)
+            each.append(apart)
+        return torch.stack(together).sqrt(), torch.stack(each, 1).sqrt()
 
     return norms
 

@@ -56,7 +56,12 @@ def test_the_exact_gradient_is_that_of_the_weights(hub, kind):
     wanted = weight_gradients(small(hub, kind), kind, tokens)
     for call, norms in zip(calls, wanted, strict=True):
         dq = oracle(call.q, call.k, call.v, scale=call.scale, do=call.do).dq
-        torch.testing.assert_close(call.norms(dq), norms, rtol=0.02, atol=0)
+        together, each = call.norms(dq)
+        torch.testing.assert_close(together, norms, rtol=0.02, atol=0)
+        for b in range(len(dq)):
+            alone = torch.zeros_like(dq)
+            alone[b] = dq[b]
+            torch.testing.assert_close(call.norms(alone)[0], each[b])
         assert call.full_k.shape == call.k.shape == call.q.shape
 
 
@@ -68,8 +73,26 @@ def test_a_gpt_goes_the_same_way():
     for call, block in zip(affected._run(model, tokens, None), model.blocks, strict=True):
         dq = oracle(call.q, call.k, call.v, scale=call.scale, do=call.do).dq
         norms = block.qkv.weight.grad[:64].reshape(2, -1).double().norm(dim=1)
-        torch.testing.assert_close(call.norms(dq), norms, rtol=0.02, atol=0)
+        torch.testing.assert_close(call.norms(dq)[0], norms, rtol=0.02, atol=0)
         assert str(call.policy) == "ALL_FP32" and "attention" not in vars(block)
+
+
+def test_errors_of_equal_sequences_are_coherent_and_cancel_in_no_batch():
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(PRESETS["tiny"].model(), policy="FA2"))
+    one = torch.randint(0, 300, (1, 33))
+    alone = affected._table(affected._run(model, one, None), "")
+    same = affected._table(affected._run(model, one.expand(4, -1), None), "")
+    assert alone.coherence.isna().all() and same.coherence.to_numpy() == pytest.approx(1)
+    # the gradient is of the mean loss: an error that does not cancel keeps its length, and a
+    # quarter of dO is rounded as dO is
+    assert same.error.to_numpy() == pytest.approx(alone.error.to_numpy(), rel=1e-3)
+    other = torch.cat([one, torch.randint(0, 300, (3, 33))])
+    table = affected._table(affected._run(model, other, None), "")
+    parts = [affected._table(affected._run(model, b[None], None), "").error for b in other]
+    apart = sum((p / len(other)) ** 2 for p in parts)
+    expected = (table.error**2 - apart) / (3 * apart)
+    assert table.coherence.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["fa2-b-seed4-1580", "low-c-seed6-1230"])
@@ -93,7 +116,7 @@ def test_a_capture_has_the_numbers_of_its_replay(name):
     assert row.tv == pytest.approx(moved)
     assert row.key_share == pytest.approx(parts["key_share"])
     assert row.common == pytest.approx(parts["common"])
-    assert row.delta_low < row.delta_bias < row.delta_high
+    assert row.delta_low < row.delta_bias < row.delta_high and pd.isna(row.coherence)
     eps = (t.delta_o - t.delta_ref).double()
     assert row.delta_bias == pytest.approx((eps.sum() / eps.abs().sum()).item())
     assert row.tied == (t.ties > 1).double().mean().item()
