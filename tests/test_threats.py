@@ -1067,6 +1067,8 @@ def test_the_papers_setting(recorded):
     table = pd.read_parquet(ROOT / "data/runs/paper/probed.parquet")
     alarms = table.groupby(["run", "sequences"]).alarm.sum()
     assert dict(alarms["o_fp32-seed0"]) == {4: 1, 32: 0}, "the limits of page 45, changelog"
+    middle = table[table.sequences == 32].groupby(["run", "layer"]).coherence.median()
+    assert middle.max() < 0.01 and middle["low-seed0", 1] < -0.015, "page 26 and limits of 45"
     both = table[table.sequences == 4]
     probed, partner = (both[both.run == name] for name in (run.name, "o_fp32-seed0"))
     assert len(partner) == len(probed) and set(partner.step) == set(probed.step), places
