@@ -194,6 +194,14 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
     probe = None if config.impl == "sdpa" else model.new_probe()
     seeds = functools.partial(draw_seed, config, group)
     specimens = Specimens(recorder, model, bool(amp), seeds)
+    if recorder.resumes and group.size > 1:
+        # DDP adds gradients up in another order from its second step on, the one in which they
+        # came in its first. A pass that is thrown away takes a run that goes on to that order.
+        batches = micro_batches(config, tokens, group, recorder.step)
+        _gradients(replicas, group, batches[-1:], probe, amp, lambda *_: 0, scaler)
+        optimizer.zero_grad(set_to_none=True)
+        if probe is not None:
+            probe.grad = None
     progress = tqdm(
         range(recorder.step, config.steps), desc=recorder.name, initial=recorder.step,
         total=config.steps, mininterval=1.0, dynamic_ncols=True, disable=group.rank > 0,

@@ -433,21 +433,21 @@ def test_micro_batches_add_up_to_the_batch(tmp_path):
     assert list(parts.probes.delta_abs) == pytest.approx(list(whole.probes.delta_abs), rel=1e-2)
 
 
-def torchrun(*words):
-    """Starts the training of a tiny model by two processes."""
+def torchrun(*words, count=2, program=("-m", "lowprec")):
+    """Starts the training of a tiny model by a few processes, two unless told."""
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-         "-m", "lowprec", "train", "tiny", *words],
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}",
+         "--standalone", *program, "train", "tiny", *words],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
-def train_by_two(out, *words, **config):
+def train_by_torchrun(out, *words, count=2, program=("-m", "lowprec"), **config):
     words = [*words, "--out", str(out)]
     for name, value in (SMALL | config).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
-    launcher = torchrun(*words)
+    launcher = torchrun(*words, count=count, program=program)
     said, err = launcher.communicate()
     assert launcher.returncode == 0, err[-6000:]
     return runs.load_run(out), said
@@ -458,7 +458,7 @@ def test_two_processes_go_on_from_where_one_stopped(tmp_path, monkeypatch):
     changed = dict(steps=8, batch_size=4, checkpoint_every=3, seed=3)
     alone = train(small(**changed), tmp_path / "a")
     stop_in_step(5, small(**changed), tmp_path / "b", monkeypatch)
-    run, said = train_by_two(tmp_path / "b", "--resume", **changed)
+    run, said = train_by_torchrun(tmp_path / "b", "--resume", **changed)
     made = {k: alone.info[k] for k in ("hardware", "versions", "commit")}
     assert run.info["earlier"] == [dict(steps=5, processes=1) | made]
     assert run.info["processes"] == 2 and "b goes on at step 5 with other processes 1 -> 2" in said
@@ -467,10 +467,39 @@ def test_two_processes_go_on_from_where_one_stopped(tmp_path, monkeypatch):
     assert list(run.metrics.loss) == pytest.approx(list(alone.metrics.loss), rel=1e-4)
 
 
+KEEPS = """
+import os, shutil, sys
+from lowprec.__main__ import main
+from lowprec.recorder import Recorder
+
+def keep(self, *state, checkpoint=Recorder.checkpoint):
+    checkpoint(self, *state)
+    if self.group.rank == 0 and self.step == 4:
+        shutil.copy(self.part / "checkpoint.pt", os.environ["KEPT"])
+
+Recorder.checkpoint = keep
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_four_processes_go_on_as_if_never_stopped(tmp_path, monkeypatch):
+    """Sums of two do not depend on their order, those of four do, and DDP changes it once."""
+    (tmp_path / "keeps.py").write_text(KEEPS)
+    (part := tmp_path / ".b.part").mkdir()
+    monkeypatch.setenv("KEPT", str(part / "checkpoint.pt"))
+    by_four = dict(n_layer=2, steps=8, batch_size=8, micro_batch=1, checkpoint_every=4, lr=1e-2)
+    by_four |= dict(count=4, program=[str(tmp_path / "keeps.py")])
+    whole, _ = train_by_torchrun(tmp_path / "a", **by_four)
+    assert [f.name for f in part.iterdir()] == ["checkpoint.pt"]
+    resumed, _ = train_by_torchrun(tmp_path / "b", "--resume", **by_four)
+    assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
+    assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
+
+
 def test_two_processes_train_as_one(tmp_path):
     """torchrun with gloo: the same global batches, so the same numbers up to the order of sums."""
     alone = train(small(policy="LOW", batch_size=4), tmp_path / "a")
-    run, out = train_by_two(tmp_path / "b", policy="LOW", batch_size=4)
+    run, out = train_by_torchrun(tmp_path / "b", policy="LOW", batch_size=4)
     assert run.info["processes"] == 2 and out.count("completed") == 1
     for name in ("loss", "grad_norm"):
         assert list(run.metrics[name]) == pytest.approx(list(alone.metrics[name]), rel=1e-4)
