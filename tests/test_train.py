@@ -487,13 +487,14 @@ def test_four_processes_go_on_as_if_never_stopped(tmp_path, monkeypatch):
     (tmp_path / "keeps.py").write_text(KEEPS)
     (part := tmp_path / ".b.part").mkdir()
     monkeypatch.setenv("KEPT", str(part / "checkpoint.pt"))
-    by_four = dict(n_layer=2, steps=8, batch_size=8, micro_batch=1, checkpoint_every=4, lr=1e-2)
+    by_four = dict(n_layer=2, n_embd=64, steps=16, batch_size=8, micro_batch=1, checkpoint_every=4)
     by_four |= dict(count=4, program=[str(tmp_path / "keeps.py")])
     whole, _ = train_by_torchrun(tmp_path / "a", **by_four)
     assert [f.name for f in part.iterdir()] == ["checkpoint.pt"]
     resumed, _ = train_by_torchrun(tmp_path / "b", "--resume", **by_four)
     assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
     assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
+    assert "earlier" not in resumed.info
 
 
 def test_two_processes_train_as_one(tmp_path):
