@@ -1101,8 +1101,7 @@ def test_the_papers_setting(recorded):
     ]
     assert 0.8 < sums[1] / sums[0] < 1.25, f"{places}: about as much"
     assert [round(r.info["seconds"] / 60) for r in (run, other)] == [25, 38], "page 26, Next"
-    every = [r for table in recorded.values() for r in table.run]
-    sizes = Counter(r.info["config"]["batch_size"] * 1024 for r in every)
+    sizes = Counter(r.info["config"]["batch_size"] * 1024 for r in (*others, run, other))
     assert (sizes[131_072], sizes[524_288]) == (8, 4), f"{MEND}: small batches"
 
 
