@@ -48,6 +48,7 @@ from lowprec.formats import BF16, ulp
 from lowprec.model import GPT
 from lowprec.policy import FA2, PrecisionPolicy
 from lowprec.reference import oracle
+from lowprec.rotary import rotate
 from lowprec.studies import drift, scores
 from lowprec.studies.directions import common_part
 
@@ -239,7 +240,8 @@ def _capture_call(capture, policy):
     x = capture.tensors["x"].double()
 
     def norms(dq):
-        each = torch.einsum("bhtd,btc->bhdc", dq, x).flatten(2)
+        back = rotate(dq, capture.rotation, back=True)
+        each = torch.einsum("bhtd,btc->bhdc", back, x).flatten(2)
         return each.sum(0).norm(dim=1), each.norm(dim=2)
 
     full_q, full_k = scores.unrounded(capture)

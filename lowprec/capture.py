@@ -28,9 +28,10 @@ from safetensors.torch import save as to_bytes
 
 from lowprec import UserError, agreement, runs
 from lowprec.attention import resolve_impl, trace
-from lowprec.model import GPT, autocast, take_heads
+from lowprec.model import GPT, GPTConfig, autocast, take_heads
 from lowprec.policy import FIELDS, PrecisionPolicy
 from lowprec.probes import dq_error, query_error
+from lowprec.rotary import rotate
 
 FORMAT = "lowprec-capture-1"
 MAX_BYTES = 3_000_000
@@ -59,9 +60,10 @@ def observe(
     what enters attention, since Inductor orders FP32 sums its own way.
 
     A namespace holds x (B, T, C), the normalised input as the matmul with W_QKV reads it; q, k, v,
-    o, do (B, H, T, D); tokens, targets, loss, and how the layer calls attention: groups, tile,
-    impl, seed. `do` is the gradient of `loss_scale` times this batch's mean loss; in FP16 the
-    gradients underflow without a scale.
+    o, do (B, H, T, D), q and k turned by rotary positions and shared keys repeated; tokens,
+    targets, loss, the layer's rotation, and how it calls attention: groups, tile, impl, seed. `do`
+    is the gradient of `loss_scale` times this batch's mean loss; in FP16 the gradients underflow
+    without a scale.
     """
     model, seen = _unwrapped(model), {}
     with contextlib.ExitStack() as stack:
@@ -92,6 +94,7 @@ def _watched(block):
     """Shadow two methods of this block, so that what passes through them is kept."""
     c, seen = block.config, SimpleNamespace()
     seen.groups, seen.tile, seen.impl = block.groups, c.tile, c.impl
+    seen.rotation = block.rotation
     heads, attention = block.heads, block.attention
 
     def watched_heads(x):
@@ -135,13 +138,14 @@ def suspect(observed: dict[int, SimpleNamespace]) -> tuple[int, int, int]:
     layers, bias = list(observed), [query_bias(s) for s in observed.values()]
     norms = torch.stack(
         [
-            query_error(s.q, s.k, s.x, eps, impl=_shown(s.impl)).flatten(1).norm(dim=1)
+            query_error(s.q, s.k, s.x, eps, s.rotation, impl=_shown(s.impl)).flatten(1).norm(dim=1)
             for s, eps in zip(observed.values(), bias, strict=True)
         ]
     )
     index, head = divmod(int(norms.argmax()), norms.shape[1])
     s, eps, one = observed[layers[index]], bias[index], slice(head, head + 1)
     rows = dq_error(s.q[:, one], s.k[:, one], eps[:, one], impl=_shown(s.impl))[:, 0]
+    rows = rotate(rows, s.rotation, back=True)
     sequence = int((rows.mT @ s.x.float()).flatten(1).norm(dim=1).argmax())
     return layers[index], head, sequence
 
@@ -174,13 +178,13 @@ def save(path, observed, model, layer, heads, sequences, info) -> Path:
     }
     tensors |= dict(x=seen.x[sequences])
     tensors |= {name: getattr(seen, name)[sequences].int() for name in ("tokens", "targets")}
-    head_dim = c.n_embd // c.n_head
-    weights = model.blocks[layer].qkv.weight.detach().view(3, c.n_head, head_dim, c.n_embd)
-    tensors |= {f"w_{n}": w[heads].to(seen.x.dtype) for n, w in zip("qkv", weights, strict=True)}
+    for name, weight in zip("qkv", c.by_head(model.blocks[layer].qkv.weight.detach()), strict=True):
+        own = [head * len(weight) // c.n_head for head in heads]  # of shared keys
+        tensors[f"w_{name}"] = weight[own].to(seen.x.dtype)
     tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
     meta = runs.provenance(str(device)) | dict(info) | dict(
         policy={name: str(getattr(policy, name)) for name in FIELDS}, tile=seen.tile,
-        scale=head_dim**-0.5, causal=True, seed=seen.seed, impl=impl, layer=layer, heads=heads,
+        scale=c.head_dim**-0.5, causal=True, seed=seen.seed, impl=impl, layer=layer, heads=heads,
         sequences=sequences, call_heads=[group.index(head) for head in heads],
         model=dataclasses.asdict(c),
     )  # fmt: skip
@@ -293,6 +297,11 @@ class Capture:
         return self.meta["layer"]
 
     @property
+    def rotation(self) -> torch.Tensor | None:
+        """The table of `lowprec.rotary` by which q and k were turned; None where they were not."""
+        return GPTConfig(**self.meta["model"]).rotation(self.layer)
+
+    @property
     def heads(self) -> list[int]:
         return self.meta["heads"]
 
@@ -376,4 +385,5 @@ class Capture:
         q, k, x = (self.tensors[name] for name in "qkx")
         eps = torch.zeros_like(t.delta_o)
         eps[..., rows] = (t.delta_o - t.delta_ref)[..., rows]
-        return query_error(q, k, x, eps, scale=self.scale, policy=t.policy, impl="emulate")
+        how = dict(scale=self.scale, policy=t.policy, impl="emulate")
+        return query_error(q, k, x, eps, self.rotation, **how)

@@ -67,6 +67,22 @@ class TrainConfig:
     """a sigmoid gate on the attention output"""
     logit_softcap: float = 0.0
     """c of c tanh(logits / c) on the output logits; 0 is off"""
+    positions: str = "learned"
+    """learned, rotary or none"""
+    rotary_share: float = 1.0
+    """share of a head's channels that rotary positions turn"""
+    rotary_base: float = 10000.0
+    """of the angles of rotary positions"""
+    unrotated_layers: tuple[int, ...] = ()
+    """layers without positions among rotary ones"""
+    norm: str = "layer"
+    """layer or rms"""
+    mlp: str = "gelu"
+    """gelu or swiglu"""
+    mlp_hidden: int | None = None
+    """width of the MLP; None is 4 n_embd, with swiglu 8/3 n_embd up to a multiple of 64"""
+    n_kv_head: int | None = None
+    """heads of keys and values, which the heads of queries share evenly; None is n_head"""
     impl: str = "auto"
     """who computes attention, one of `lowprec.attention.IMPLS`; auto is triton on GPUs"""
     tile: int | None = None
@@ -196,6 +212,9 @@ def is_a(value, kind) -> bool:
     return isinstance(value, int | float if kind is float else kind)
 
 
+LLAMA = dict(positions="rotary", norm="rms", mlp="swiglu")
+"""What makes a Llama of a preset of GPT-2, at nearly the same number of weights."""
+
 PRESETS = {
     "gpt2": TrainConfig(),
     "gpt2-paper": TrainConfig(
@@ -206,4 +225,6 @@ PRESETS = {
         n_layer=2, n_head=2, n_embd=64, block_size=64, batch_size=4, steps=100, warmup=20,
         probe_every=10, data="data/corpora/smoke.safetensors",
     ),
+    "gpt2-llama": TrainConfig(**LLAMA),
+    "mini-llama": TrainConfig(n_layer=6, n_head=6, n_embd=384, warmup=500, steps=4000, **LLAMA),
 }  # fmt: skip

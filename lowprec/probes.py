@@ -9,7 +9,8 @@ head's W_Q (head_dim, n_embd) by
 
 where x is the normalised input of the projection. One e is small; what matters is whether the e of
 many steps point the same way, ||sum e|| against sum ||e||. With qk_norm, e is the error of the
-gradient with respect to what the norm puts out, read as if it were W_Q x.
+gradient with respect to what the norm puts out, read as if it were W_Q x. With rotary positions row
+i of dQ is turned back by the angles of its place before it meets x_i.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from lowprec.attention import trace
 from lowprec.policy import ALL_FP32, PrecisionPolicy
 from lowprec.reference import outside_autocast
+from lowprec.rotary import rotate
 
 QUERY_ERROR_COLUMNS = ("delta_bias", "delta_abs", "error_norm", "sum_norm", "grad_norm")
 
@@ -63,13 +65,15 @@ def dq_error(q, k, eps, scale=None, policy=ALL_FP32, impl="auto") -> torch.Tenso
 
 
 @outside_autocast
-def query_error(q, k, x, eps, **how) -> torch.Tensor:
+def query_error(q, k, x, eps, rotation=None, **how) -> torch.Tensor:
     """e of each head, (H, D, C) float32, summed over the batch.
 
-    q, k: (B, H, T, D); x: (B, T, C); eps: (B, H, T); `how` as in `dq_error`.
+    q, k: (B, H, T, D); x: (B, T, C); eps: (B, H, T); rotation: the table by which q was turned, see
+    `lowprec.rotary`; `how` as in `dq_error`.
     """
     b, h, t, d = q.shape
-    rows = dq_error(q, k, eps, **how).permute(1, 3, 0, 2).reshape(h * d, b * t)
+    rows = rotate(dq_error(q, k, eps, **how), rotation, back=True)
+    rows = rows.permute(1, 3, 0, 2).reshape(h * d, b * t)
     return (rows @ x.reshape(b * t, -1).float()).view(h, d, -1)
 
 
@@ -113,7 +117,7 @@ class QueryErrorWindow:
 
         x: (B, T, C); q, k: (B, H, T, D); eps: (B, H, T), delta_o - delta_ref, in the units of dO:
         where the batch's gradient is the mean over n micro-batches, eps must be divided by n.
-        how: policy and impl, as in `dq_error`.
+        how: rotation, policy and impl, as in `query_error`.
         """
         if self.step not in (None, step):
             raise ValueError(f"step {self.step} has not ended; call end_step before step {step}")

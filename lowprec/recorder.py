@@ -124,6 +124,7 @@ class Recorder:
         first = self.probes[-1][0, 0] + 1 if self.probes else 0
         self.collect()
         sigma_q, sigma_k = (spectral_norms(model.head_weights(w)).cpu().numpy() for w in "qk")
+        sigma_k = sigma_k.repeat(sigma_q.shape[1] // sigma_k.shape[1], 1)  # of the keys it reads
         sums = np.full((*sigma_q.shape, len(PROBE_COLUMNS)), np.nan)
         count = int(self.step - first)
         if self.recent:
@@ -254,7 +255,9 @@ class Recorder:
         path = self.part / "checkpoint.pt"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            before, now = json.loads(state["config"]), self._fixed()
+            # a field that the checkpoint does not know has what was done before there was one
+            usual = json.loads(json.dumps(dataclasses.asdict(type(self.config)())))
+            before, now = usual | json.loads(state["config"]), self._fixed()
             differ = sorted(k for k in before.keys() | now if before.get(k) != now.get(k))
             if not differ:
                 self._take(state, model, optimizer, scaler)
@@ -371,23 +374,22 @@ class Specimens:
         """The error of W_Q's gradient in every layer and head, over the whole batch."""
         m = self.model.config
         if self.window is None:
-            size = m.n_embd // m.n_head
             self.window = QueryErrorWindow(
-                m.n_layer, m.n_head, size, m.n_embd, device=self.recorder.group.device
+                m.n_layer, m.n_head, m.head_dim, m.n_embd, device=self.recorder.group.device
             )
         for i in range(len(batches)):
             for layer, seen in self._observe(step, batches, i).items():
                 eps = capture.query_bias(seen) / len(batches)
                 one = len(seen.groups) == 1  # else P comes from unrounded scores in all heads
                 how = dict(policy=seen.groups[0][0]) if one else {}
+                how["rotation"] = seen.rotation
                 self.window.update(step, layer, seen.x, seen.q, seen.k, eps, **how)
 
     def after_gradients(self, step: int):
         """Set beside the error the norm of the gradient that it is a part of."""
         if self.window is not None and self.window.step == step:
             m = self.model.config
-            by_head = (3, m.n_head, m.n_embd // m.n_head, m.n_embd)
-            norms = [b.qkv.weight.grad.view(by_head)[0].flatten(1).norm(dim=1)
+            norms = [m.by_head(b.qkv.weight.grad)[0].flatten(1).norm(dim=1)
                      for b in self.model.blocks]  # fmt: skip
             self.window.end_step(step, torch.stack(norms))
 

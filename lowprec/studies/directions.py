@@ -15,6 +15,8 @@ import torch
 from scipy.sparse.linalg import eigsh
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
+from lowprec.rotary import rotate
+
 
 def mean_keys(q, k) -> torch.Tensor:
     """(P K)_i of a causal head, (T, D): the mean of the keys that row i sees, weighted by P."""
@@ -34,14 +36,16 @@ def head_cosines(model, text) -> pd.DataFrame:
     """How alike two tokens of a sequence are in every head of a `GPT`, a row a layer and head.
 
     text: (T,) int64 token ids. cos_r, cos_pk, cos_x: mean cosine of their matrices R_i, mean keys
-    and inputs. k_common: length of the mean key over the root mean square of a key's.
+    and inputs, with rotary positions undone in the mean keys. k_common: length of the mean key over
+    the root mean square of a key's.
     """
-    stream, found = model.token(text[None]) + model.position.weight[: len(text)], []
+    stream, found = model.placed(model.token(text[None])), []
     for layer, block in enumerate(model.blocks):
         x = block.norm_attn(stream)
         q, k, _ = block.heads(x)
         for head in range(model.config.n_head):
             a, keys = mean_keys(q[0, head], k[0, head]), k[0, head]
+            a = rotate(a, block.rotation, back=True)
             cosines = mean_cosine(a, x[0]), mean_cosine(a), mean_cosine(x[0])
             found.append((layer, head, *cosines, common_part(keys)))
         stream = block(stream)

@@ -22,6 +22,7 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from lowprec import entry
 from lowprec.probes import spectral_norms
+from lowprec.rotary import rotate
 from lowprec.studies.kept import table, tabulate
 
 LAYER = 1
@@ -49,15 +50,17 @@ def mean_loss(model, text, targets) -> torch.Tensor:
 
 @torch.no_grad()
 def mean_r(model, text, layer: int) -> torch.Tensor:
-    """The mean over tokens of (P K)_i x_i^T, (H, D, C) float64, of every head of a layer."""
+    """The mean over tokens of (P K)_i x_i^T, (H, D, C) float64, of every head of a layer, with
+    rotary positions undone in (P K)_i."""
     total = 0.0
     for x in text.split(CHUNK):
-        stream = model.token(x) + model.position.weight[: x.shape[1]]
+        stream = model.placed(model.token(x))
         for block in model.blocks[:layer]:
             stream = block(stream)
         inputs = model.blocks[layer].norm_attn(stream)
         q, k, _ = model.blocks[layer].heads(inputs)
         keys = scaled_dot_product_attention(q, k, k, is_causal=True)
+        keys = rotate(keys, model.blocks[layer].rotation, back=True)
         total += torch.einsum("bhtd,btc->hdc", keys.double(), inputs.double())
     return total / text.numel()
 

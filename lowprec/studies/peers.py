@@ -29,6 +29,7 @@ from lowprec.attention import attention, trace
 from lowprec.capture import Capture
 from lowprec.formats import BF16, round_to, ulp
 from lowprec.reference import oracle
+from lowprec.rotary import rotate
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -222,13 +223,15 @@ class Specimens:
         self.q, self.k, self.v, self.do = map(side_by_side, ("q", "k", "v", "do"))
         self.x = torch.stack([c.tensors["x"][0, rows] for c in found.values()]).to(device).double()
         self.scale = scales.pop()
+        self.turned = [c.rotation for c in found.values()]
         self.exact = oracle(self.q, self.k, self.v, do=self.do)
         self.exact.mean_key = self.exact.p_bwd @ self.k.double()
         self.exact.gradient = self.of_query_weights(self.exact.dq)
 
     def of_query_weights(self, dq):
         """(captures, D, C) float64: what dQ (1, captures, tokens, D) gives W_Q."""
-        return dq[0].double().mT @ self.x
+        each = zip(dq[0].double(), self.turned, strict=True)
+        return torch.stack([rotate(rows, table, back=True) for rows, table in each]).mT @ self.x
 
     def run(self, program) -> dict:
         """What the program is off by, float64: `o`, `delta` as read from its O (ours: as used),

@@ -12,12 +12,15 @@ import dataclasses
 import torch
 
 from lowprec.reference import oracle
+from lowprec.rotary import rotate
 from lowprec.survival import LEVEL
 
 
 def query_gradient(capture, dq) -> torch.Tensor:
-    """sum_i dQ_i x_i^T over the captured sequences, (H', D, C) float64; dq: (S, H', T, D)."""
-    return torch.einsum("shtd,stc->hdc", dq.double(), capture.tensors["x"].double())
+    """sum_i dQ_i x_i^T over the captured sequences, (H', D, C) float64, with rotary positions
+    undone in dQ; dq: (S, H', T, D)."""
+    dq = rotate(dq.double(), capture.rotation, back=True)
+    return torch.einsum("shtd,stc->hdc", dq, capture.tensors["x"].double())
 
 
 def exact_gradient(capture) -> torch.Tensor:

@@ -14,13 +14,15 @@ import torch
 
 from lowprec.formats import BF16, round_to, ulp
 from lowprec.reference import causal_mask
+from lowprec.rotary import rotate
 from lowprec.studies.directions import common_part
 
 
 def unrounded(capture) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k of a capture as exact products x W^T, (S, H', T, D), not rounded to BF16."""
-    x = capture.tensors["x"].double()[:, None]
-    return tuple(x @ capture.tensors[name].double().mT for name in ("w_q", "w_k"))
+    """q and k of a capture as exact products x W^T, (S, H', T, D), not rounded to BF16, and turned
+    by rotary positions if the model has them."""
+    x, table = capture.tensors["x"].double()[:, None], capture.rotation
+    return tuple(rotate(x @ capture.tensors[w].double().mT, table) for w in ("w_q", "w_k"))
 
 
 def causal_scores(q, k, scale, site=None) -> torch.Tensor:
