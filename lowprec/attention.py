@@ -113,10 +113,11 @@ def _plan(policy: str, tile, impl: str, device: str, probe_shape, heads: int) ->
             "impl='sdpa' runs PyTorch's own kernel, whose roundings cannot be set; use "
             "policy=FA2, tile=None and no probe, or impl='triton'"
         )
-    if impl in HYBRIDS and (p.replace(delta_from="o") != FA2 or tile is not None):
+    ours = {"delta_from": "o"} | ({"row_sum": "as_rounded"} if impl == "sdpa_forward" else {})
+    if impl in HYBRIDS and (p.replace(**ours) != FA2 or tile is not None):
         raise UserError(
             f"impl={impl!r} has the output of PyTorch's kernel, whose roundings cannot be "
-            "set; use policy=FA2 but for delta_from, and tile=None, or impl='triton'"
+            f"set; use policy=FA2 but for {' and '.join(ours)}, and tile=None, or impl='triton'"
         )
     if impl == "sdpa_backward" and p.delta_from not in ("o", "o_redrawn"):
         raise UserError(

@@ -27,6 +27,11 @@ stochastically and with random bits of its own, an error as large as o's that th
 saw; "dp", rowsum(P * dP) instead. `delta_bias` c adds c * |delta_o - delta_ref| to it, where
 delta_o reads the stored O and delta_ref the shadow output: a bias of the size that rounding
 makes, with any share of it and either sign.
+
+`row_sum` says what becomes of sum_j ds_ij, which is zero in exact arithmetic: "as_rounded", it
+stays in dQ, times the keys; "removed", dq_i = scale (sum_j ds_ij k_j - (sum_j ds_ij) c) with c the
+mean of all keys of the head and sequence, FP32, ds as it was rounded. That is the same dQ exactly,
+for any vector c and any mask.
 """
 
 from __future__ import annotations
@@ -50,6 +55,7 @@ DITHER, REDRAW = len(SITES), len(SITES) + 1
 CHOICES = {
     "l_from": ("p_unnorm", "p_rounded"),
     "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "dp"),
+    "row_sum": ("as_rounded", "removed"),
 }
 
 
@@ -178,6 +184,7 @@ class PrecisionPolicy:
     shift: Shift = Shift()
     l_floor: float = 0.0
     delta_bias: float = 0.0
+    row_sum: str = "as_rounded"
 
     def __post_init__(self):
         for name in SITES:

@@ -33,7 +33,8 @@ class Trace(SimpleNamespace):
               scores equal to the row's maximum; alpha (..., queries, blocks); o_acc, o, o_fp32,
               the shadow output that is never rounded (..., queries, head_dim)
     backward: delta, the one used; delta_o = rowsum(dO*o) as the policy forms it; delta_ref, FP32
-              from o_fp32 (..., queries); dp, p_bwd, ds (..., queries, keys); dq, dk, dv as inputs
+              from o_fp32; row_sum of ds (..., queries); dp, p_bwd, ds (..., queries, keys); dq, dk,
+              dv as inputs
     p is not normalised, it enters P V; p_bwd is, and enters dV.
     """
 
@@ -107,6 +108,7 @@ def oracle(q, k, v, causal=True, scale=None, do=None) -> Trace:
         t.dp = do @ v.mT
         t.delta = (do * o).sum(-1)
         t.ds = p * (t.dp - t.delta[..., None])
+        t.row_sum = t.ds.sum(-1)
         t.dq, t.dk, t.dv = scale * (t.ds @ k), scale * (t.ds.mT @ q), p.mT @ do
     return t
 
@@ -248,6 +250,9 @@ def _backward(t, q, k, v, do, policy, rnd, tile, scale):
     for j, start in enumerate(range(0, n_k, tile)):
         keys = slice(start, start + tile)
         dq = _accumulate("dq_acc", dq, t.ds[..., keys] @ k[:, :, keys], rnd, 2 * j)
+    t.row_sum = t.ds.sum(-1)
+    if policy.row_sum == "removed":
+        dq = dq - t.row_sum[..., None] * k.mean(2, keepdim=True)
     for i, start in enumerate(range(0, n_q, tile)):
         rows = slice(start, start + tile)
         ds, p_bwd = t.ds[:, :, rows], t.p_bwd[:, :, rows]

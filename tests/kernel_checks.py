@@ -164,6 +164,11 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
         return bound + (step(dtype, result.abs() + bound) if flips else 0.0)
 
     of["dq"] = product("dq_acc", t.ds, of_ds, k, t.dq, scale)
+    if policy.row_sum == "removed":
+        sizes = t.ds.abs().sum(-1)
+        of_sum = of_ds.sum(-1) + sum_noise(k.shape[2]) * sizes
+        taken = of_sum + sum_noise(k.shape[2]) * t.row_sum.abs()
+        of["dq"] = of["dq"] + scale * taken[..., None] * k.mean(2, keepdim=True)
     of["dk"] = product("dkdv_acc", t.ds.mT, of_ds.mT, q, t.dk, scale)
     of["dv"] = product("dkdv_acc", t.p_bwd.mT, of_p.mT, do, t.dv, 1.0)
     if not flips:

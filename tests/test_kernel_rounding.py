@@ -184,6 +184,7 @@ PRESETS = [
     ("PAPER+shift=beta(beta=7)", None), ("LOW+shift=mute(amplitude=23.7)+l_floor=1e-10", None),
     *((f"LOW+delta_from={source}", None) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
     ("FA2+delta_from=o_fp32+delta_bias=0.02", None), ("RELEASED+delta_from=o_fp32", 512),
+    ("FA2+row_sum=removed", None),
 ]  # fmt: skip
 NATIVE = [
     pytest.param("FA2", None, 64, dict(probe=False), id="FA2-64-without-probe"),

@@ -37,6 +37,7 @@ ONE_FIELD = [
     LOW.replace(o="fp16"), LOW.replace(p="e8m4"), LOW.replace(ds="e8m10"),
     LOW.replace(l_from="p_rounded"), LOW.replace(l_floor=3.0),
     LOW.replace(delta_bias=0.5), FA2.replace(delta_from="o_fp32", delta_bias=-2.0),
+    LOW.replace(row_sum="removed"), FA2.replace(row_sum="removed"),
     *(LOW.replace(delta_from=source) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
 ]  # fmt: skip
 SHIFTS = ["beta(beta=7)", "beta(beta=2,gamma=0.5,tol=0.1)", "offset(amplitude=0.5)",
@@ -45,6 +46,7 @@ MODES = ["nearest_away", "toward_zero", "stochastic"]
 CASES = [
     *((p, None) for p in (ALL_FP32, FA2, PAPER, LOW, *ONE_FIELD)),
     *((p, 64) for p in (FA2, PAPER, LOW, RELEASED)), (RELEASED, 32), (LOW, 128),
+    (RELEASED.replace(row_sum="removed"), 64),
     (RELEASED.replace(delta_from="o_fp32"), 64), (PAPER.replace(delta_from="o_fp32"), None),
     *((PAPER.replace(shift=shift), tile) for shift in SHIFTS for tile in (None, 64)),
     *((p.replace(shift="mute(amplitude=8)", l_floor=1e-10), tile)
@@ -172,6 +174,7 @@ LIVE = {
     "shift": ("offset(amplitude=0.3)", FORWARD),
     "l_floor": (50.0, FORWARD),
     "delta_bias": (0.5, {"delta", "dq", "dk"}),
+    "row_sum": ("removed", {"dq"}),
 }
 
 

@@ -29,9 +29,10 @@ UPSTREAM = {
     "ds": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "dp", "delta", "dv"),
     "dq_acc": ORDER[:-3] + ("dk", "dv"),
     "dkdv_acc": ORDER[:-3] + ("dq",),
+    "row_sum": ORDER[:-3] + ("dk", "dv"),
 }
 OWN = {"shift": "x", "l_from": "l", "l_floor": "l", "dodo": "delta", "delta_from": "delta",
-       "delta_bias": "delta",
+       "delta_bias": "delta", "row_sum": "dq",
        "dq_acc": "dq", "dkdv_acc": "dk"}  # fmt: skip
 CHANGES = {
     "l_from": ["p_rounded"],
@@ -44,6 +45,7 @@ CHANGES = {
     ],
     "l_floor": [100.0],
     "delta_bias": [0.5, -0.5],
+    "row_sum": ["removed"],
 }
 
 

@@ -8,7 +8,7 @@ from conftest import FAMILIES, family
 
 from lowprec import UserError
 from lowprec.formats import round_to
-from lowprec.policy import ALL_FP32, FA2, LOW, PAPER, PRESETS, RELEASED
+from lowprec.policy import ALL_FP32, FA2, LOW, PAPER, PRESETS, RELEASED, PrecisionPolicy
 from lowprec.reference import emulate, oracle
 
 NAMES = ("o", "lse", "delta", "ds", "dq", "dk", "dv")
@@ -249,3 +249,30 @@ def test_a_trace_prints_as_names_and_shapes():
     q = torch.zeros(1, 2, 3, 16)
     shown = repr(emulate(q, q, q, "LOW"))
     assert "o (1, 2, 3, 16)" in shown and "m (1, 2, 3)" in shown and "tensor" not in shown
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["normal", "tied", "sink"])
+def test_removing_the_row_sum_changes_nothing_in_exact_arithmetic(name, causal):
+    """For the mean key and for any other vector: a row of dS sums to zero, whatever it sees."""
+    q, k, v, do = (x.double() for x in family(name))
+    t = oracle(q, k, v, causal, do=do)
+    other = torch.randn(k.shape[:2] + (1, k.shape[3]), generator=torch.Generator().manual_seed(1))
+    for vector in (k.mean(2, keepdim=True), 10 * other.double()):
+        taken = k.shape[3] ** -0.5 * t.row_sum[..., None] * vector
+        terms = k.shape[3] ** -0.5 * (t.ds.abs() @ k.abs())
+        assert taken.abs().max() <= 1e-12 * terms.max()
+
+
+def test_removing_the_row_sum_takes_the_mean_key_s_part_out_of_dq():
+    """dS in four bits: dq + scale * row_sum * mean key is the dq that keeps it, and keys with a
+    large common part lose most of their error."""
+    q, k, v, do = family("normal", dtype=torch.float32)
+    k = k + 20
+    policy = PrecisionPolicy(ds="e8m4")
+    kept, gone = (emulate(q, k, v, p, do=do) for p in (policy, policy.replace(row_sum="removed")))
+    scale = q.shape[3] ** -0.5
+    back = gone.dq + scale * gone.row_sum[..., None] * k.mean(2, keepdim=True)
+    torch.testing.assert_close(back, kept.dq, rtol=1e-4, atol=1e-5)
+    exact = oracle(q, k, v, do=do).dq
+    assert (gone.dq - exact).norm() < 0.2 * (kept.dq - exact).norm()

@@ -87,12 +87,12 @@ def sum_p_dp(
 
 @triton.jit
 def sum_dq(
-    b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_dq, o_q, lo, hi, n, scale, who,
+    b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_dq, b_sum, o_q, lo, hi, n, scale, who,
     D: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, S: tl.constexpr, EXACT: tl.constexpr, DP: tl.constexpr,
-    DS: tl.constexpr, PIECES: tl.constexpr, NATIVE: tl.constexpr,
+    DS: tl.constexpr, ROW_SUM: tl.constexpr, PIECES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys lo to hi to ds k.  # [BM, D]"""
+    """Add the keys lo to hi to ds k and, with ROW_SUM, to the row sums of ds.  # [BM, D], [BM]"""
     for first in range(lo, hi, BN):
         o_k = first + tl.arange(0, BN)
         b_k, b_p, b_dp = products(
@@ -102,18 +102,20 @@ def sum_dq(
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_ds = operand(b_ds, DS, who, o_q[:, None], o_k[None, :], NATIVE)
         b_dq = dot(b_ds, b_k, b_dq, PIECES, NATIVE)
-    return b_dq
+        if ROW_SUM:
+            b_sum += tl.sum(b_ds.to(tl.float32), 1)
+    return b_dq, b_sum
 
 
 @triton.jit(do_not_specialize=["seed"])
 def attention_bwd_dq_kernel(
-    p_q, p_k, p_v, p_do, p_o, p_o_fp32, p_lse, p_ties, p_delta, p_delta_o, p_delta_ref, p_sums,
-    p_dq,
+    p_q, p_k, p_v, p_do, p_o, p_o_fp32, p_mean_key, p_lse, p_ties, p_delta, p_delta_o,
+    p_delta_ref, p_sums, p_dq,
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sob, soh, sot, sgb, sgh, sgt,
     n, scale, seed,
     H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, PROBE: tl.constexpr, DELTA_FROM: tl.constexpr,
-    REDRAWN: tl.constexpr, DELTA_BIAS: tl.constexpr,
+    REDRAWN: tl.constexpr, DELTA_BIAS: tl.constexpr, ROW_SUM: tl.constexpr,
     S: tl.constexpr, EXACT: tl.constexpr, DODO: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
     DQ_ACC: tl.constexpr, PIECES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -122,6 +124,7 @@ def attention_bwd_dq_kernel(
     PROBE: also delta from the policy's o and from the unrounded o, and this block's sums of their
     difference, of its absolute value, and of the rows whose largest score is tied.
     TILE: keys per rounding of dq's accumulator, 0 for one rounding at the end.
+    ROW_SUM: take the row sums of ds, times the mean key of the head and sequence, out of ds k.
     """
     n_blocks = tl.cdiv(n, BM)
     pid = tl.program_id(0)
@@ -184,14 +187,15 @@ def attention_bwd_dq_kernel(
     tl.store(p_delta + o_row, b_delta, mask=o_q < n)
 
     b_dq = tl.zeros([BM, D], tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
     if TILE == 0:
-        b_dq = sum_dq(
-            b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_dq, o_q, 0, mid, n, scale, who,
-            D, BN, CAUSAL, False, EVEN, S, EXACT, DP, DS, PIECES, NATIVE,
+        b_dq, b_sum = sum_dq(
+            b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_dq, b_sum, o_q, 0, mid,
+            n, scale, who, D, BN, CAUSAL, False, EVEN, S, EXACT, DP, DS, ROW_SUM, PIECES, NATIVE,
         )  # fmt: skip
-        b_dq = sum_dq(
-            b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_dq, o_q, mid, end, n, scale, who,
-            D, BN, CAUSAL, True, EVEN, S, EXACT, DP, DS, PIECES, NATIVE,
+        b_dq, b_sum = sum_dq(
+            b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_dq, b_sum, o_q, mid, end,
+            n, scale, who, D, BN, CAUSAL, True, EVEN, S, EXACT, DP, DS, ROW_SUM, PIECES, NATIVE,
         )  # fmt: skip
         b_dq = round_site(b_dq, DQ_ACC, who, o_q[:, None], o_d, NATIVE)
     else:
@@ -199,17 +203,22 @@ def attention_bwd_dq_kernel(
             last = tl.minimum(first + TILE, end)
             seen = tl.minimum(tl.maximum(mid, first), last)
             b_new = tl.zeros([BM, D], tl.float32)
-            b_new = sum_dq(
-                b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_new, o_q, first, seen,
-                n, scale, who, D, BN, CAUSAL, False, EVEN, S, EXACT, DP, DS, PIECES, NATIVE,
+            b_new, b_sum = sum_dq(
+                b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_new, b_sum, o_q, first, seen,
+                n, scale, who,
+                D, BN, CAUSAL, False, EVEN, S, EXACT, DP, DS, ROW_SUM, PIECES, NATIVE,
             )  # fmt: skip
-            b_new = sum_dq(
-                b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_new, o_q, seen, last,
-                n, scale, who, D, BN, CAUSAL, True, EVEN, S, EXACT, DP, DS, PIECES, NATIVE,
+            b_new, b_sum = sum_dq(
+                b_q, b_do, p_k, p_v, skt, svt, b_lse, b_delta, b_new, b_sum, o_q, seen, last,
+                n, scale, who,
+                D, BN, CAUSAL, True, EVEN, S, EXACT, DP, DS, ROW_SUM, PIECES, NATIVE,
             )  # fmt: skip
             o_j = o_d + 2 * D * (first // TILE)
             b_new = round_site(b_new, DQ_ACC, who, o_q[:, None], o_j, NATIVE)
             b_dq = round_site(b_dq + b_new, DQ_ACC, who, o_q[:, None], o_j + D, NATIVE)
+    if ROW_SUM:
+        b_mean = tl.load(p_mean_key + pid_bh.to(tl.int64) * D + o_d)  # [1, D]
+        b_dq -= b_sum[:, None] * b_mean
     store_rows(p_dq + batch * sgb + head * sgh, sgt, o_q, n, scale * b_dq, D, NATIVE)
 
 

@@ -182,6 +182,8 @@ def backward(
     same = common(q, causal, scale, policy)
     tile = 0 if tile is None or tile >= n else tile
     dq, dk, dv = (new_rows(q) for _ in range(3))
+    removed = policy.row_sum == "removed"
+    mean_key = k.mean(2, dtype=torch.float32).contiguous() if removed else None
 
     sizes = blocks("dq", d, n, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
     n_blocks = triton.cdiv(n, sizes["BM"])
@@ -190,10 +192,10 @@ def backward(
         sums = torch.empty(b, h, n_blocks, 3, dtype=torch.float32, device=q.device)
     # o_fp32 has the memory layout of o, so one set of strides serves both
     bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
-        q, k, v, do, o, o_fp32, lse, ties, delta, delta_o, delta_ref, sums, dq,
+        q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_o, delta_ref, sums, dq,
         *strides(q, k, v, do, o, dq), n, scale, seed, **same, **sizes,
         PROBE=probe, DELTA_FROM=policy.delta_from, REDRAWN=redrawn_code(policy),
-        DELTA_BIAS=policy.delta_bias,
+        DELTA_BIAS=policy.delta_bias, ROW_SUM=removed,
         **constants(policy, "s", "dodo", "dp", "ds", "dq_acc"),
     )  # fmt: skip
     sizes = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
