@@ -33,6 +33,8 @@ PARTS = {
     "llama": LLAMA | dict(n_kv_head=1, qk_norm=True),
 }
 SMALL = dict(n_layer=2, n_head=4, n_embd=32, block_size=24)
+USUAL_PARTS = ("positions", "norm", "mlp", "n_kv_head")
+"""What a run's summary says where it is not the usual one."""
 parts = pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
 
 
@@ -198,6 +200,7 @@ def test_a_part_trains_resumes_bit_by_bit_and_is_read_again(part, tmp_path, monk
     assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
     assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
     assert whole.metrics.loss.iloc[-1] < whole.metrics.loss[0]
+    assert ("wide;" in whole.summary()) == set(part).isdisjoint({*USUAL_PARTS})
     again = dataclasses.asdict(TrainConfig(**whole.info["config"]))
     assert json.loads(json.dumps(again)) == whole.info["config"]
     file = Capture.load(tmp_path / "a/captures/step-000005.xz")
@@ -391,3 +394,99 @@ def test_trace_reads_what_the_capture_stores():
     s = capture.observe(model, *batch(), amp=False)[0]
     t = trace(s.q, s.k, s.v, s.do, "ALL_FP32", impl="oracle")
     torch.testing.assert_close(t.o.float(), s.o)
+
+
+def test_a_llama_compiles_into_one_graph():
+    """Tables of rotation and repeated keys cut no graph, and the loss is the eager one."""
+    model, (x, y) = made(policy="LOW", **PARTS["llama"]), batch()
+    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(model.token(x), y), model(x, y), rtol=1e-6, atol=0)
+
+
+def llama(keys, tied=True):
+    hub = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = hub.LlamaConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=keys, hidden_size=32,
+        intermediate_size=48, vocab_size=64, max_position_embeddings=24, rms_norm_eps=1e-5,
+        initializer_range=0.2, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return hub.LlamaForCausalLM(config)
+
+
+@torch.no_grad()
+def copied(theirs, **changes):
+    """A GPT with the weights of a transformers Llama whose embeddings are tied."""
+    c = theirs.config
+    model = made(n_kv_head=c.num_key_value_heads, mlp_hidden=c.intermediate_size, **LLAMA | changes)
+    model.token.weight.copy_(theirs.model.embed_tokens.weight)
+    model.norm.weight.copy_(theirs.model.norm.weight)
+    for ours, layer in zip(model.blocks, theirs.model.layers, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        rows = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        ours.qkv.weight.copy_(torch.cat(rows))
+        ours.proj.weight.copy_(attention.o_proj.weight)
+        ours.up.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        ours.down.weight.copy_(mlp.down_proj.weight)
+        ours.norm_attn.weight.copy_(layer.input_layernorm.weight)
+        ours.norm_mlp.weight.copy_(layer.post_attention_layernorm.weight)
+    return model
+
+
+@pytest.mark.parametrize("keys", [4, 2, 1])
+def test_with_the_weights_of_transformers_llama_it_is_that_model(keys):
+    """Logits and the gradients of W_Q to FP32 rounding; with tied embeddings, which it has."""
+    theirs = llama(keys)
+    with torch.no_grad():
+        for layer in theirs.model.layers:  # from one, that norms should not be left out
+            layer.input_layernorm.weight.normal_(1, 0.2)
+    model = copied(theirs, policy="ALL_FP32")
+    x, y = batch()
+    logits, of_norm = [], model.norm.register_forward_hook
+    hook = of_norm(lambda m, i, o: logits.append(o @ model.token.weight.mT))
+    loss = model(x, y)
+    hook.remove()
+    out = theirs(input_ids=x)
+    assert out.logits.std() > 1, "weights large enough that a wrong part shows"
+    torch.testing.assert_close(logits[0], out.logits, rtol=1e-4, atol=2e-5)
+    wanted = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), y.flatten())
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    loss.backward(), wanted.backward()
+    for ours, layer in zip(model.blocks, theirs.model.layers, strict=True):
+        got = model.config.by_head(ours.qkv.weight.grad)
+        for part, name in zip(got, ("q_proj", "k_proj", "v_proj"), strict=True):
+            grad = getattr(layer.self_attn, name).weight.grad
+            assert (part.flatten(0, 1) - grad).norm() < 1e-4 * grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(norm="layer"),
+        dict(positions="none"),
+        dict(rotary_base=1000.0),
+        dict(rotary_share=0.5),
+        dict(unrotated_layers=(1,)),
+    ],
+    ids=str,
+)
+def test_with_another_part_it_is_not_that_model(wrong):
+    theirs, (x, y) = llama(2), batch()
+    logits = theirs(input_ids=x).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    loss = copied(theirs, policy="ALL_FP32", **wrong)(x, y)
+    assert (loss - wanted).abs() > 1e-4 * wanted
+
+
+@pytest.mark.parametrize("keys", [4, 2])
+def test_the_probe_says_of_a_llama_what_it_says_of_transformers_one(keys):
+    """The same weights and text, through our model and through the library's registry. Gradients of
+    shared keys are added up before a rounding here and after it there, which dO below sees."""
+    theirs = llama(keys)
+    how = dict(policy="FA2", sequences=4, length=17)
+    ours, hub = (affected.probe(model, **how) for model in (copied(theirs), theirs))
+    assert len(ours) == len(hub) == 8
+    if keys == 2:
+        ours, hub = (table[table.layer == 1] for table in (ours, hub))
+    for column in ("share", "error", "share_all", "coherence"):
+        assert ours[column].to_numpy() == pytest.approx(hub[column].to_numpy(), rel=0.02), column
