@@ -155,6 +155,8 @@ class Run:
             sure = "confirmed" if e.confirmed else f"seen for less than {PATIENCE} steps"
             exploded = f"at step {e.onset:,}, {sure}"
         norm = self.metrics.grad_norm.tail(last).median()
+        usual = dict(positions="learned", norm="layer", mlp="gelu", n_kv_head=None)
+        parts = "".join(f", {k} {v}" for k in usual if (v := config.get(k, usual[k])) != usual[k])
         layers = "".join(f", {k}: {v}" for k, v in config.get("layers", {}).items())
         used = f", {info['mfu']:.0%} of the peak rate" if "mfu" in info else ""
         captures = len(list(self.path.glob("captures/*.xz")))
@@ -162,7 +164,8 @@ class Run:
             f"{self.path}: {info['ended']} after {info['steps']:,} steps, {info['seconds']:,.0f} s",
             f"  arm        {info['arm']}, seed {self.seed}: {self.policy}{layers}",
             f"  model      {config['n_layer']} layers, {config['n_head']} heads, "
-            f"{config['n_embd']} wide; {config['batch_size']} x {config['block_size']} tokens/step",
+            f"{config['n_embd']} wide{parts}; "
+            f"{config['batch_size']} x {config['block_size']} tokens/step",
             f"  loss       {mean[-1]:.4f} over the last {last} steps, {best:.4f} at best",
             f"  gradient   norm {norm:.3g}, median of the last {last} steps",
             f"  explosion  {exploded}",
