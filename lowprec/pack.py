@@ -25,7 +25,7 @@ COLUMNS = dict(zip(packed.TABLES, (runs.METRICS, runs.PROBES), strict=True))
 
 
 def pack(campaign) -> str:
-    """Pack every run of a campaign, along with those packed before; returns what was done, in words.
+    """Pack every run of a campaign, with those packed before; return what was done, in words.
 
     campaign: its name in data/runs, or its folder. Raises `UserError`, and removes nothing, if a
     planned run is missing, or if any run is unfinished, damaged or unlike the others.

@@ -238,7 +238,7 @@ def _info(path: Path, there: dict[str, dict]) -> dict:
 
 
 def read_info(path: Path) -> dict:
-    """What the run.json of a run says, in its folder or packed; raises `UserError` as `load_run`."""
+    """What the run.json of a run says, in its folder or packed; raises as `load_run` does."""
     return _info(path, packed.infos(path.parent))
 
 
