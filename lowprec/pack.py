@@ -38,8 +38,9 @@ def pack(campaign) -> str:
         require_alike(recorded)
         if any(run.name not in there for run in recorded):
             _write(folder, recorded)
-        for run in recorded:
-            _clear(folder, run)
+        left = {run.path: _left(folder, run) for run in recorded}
+        for path, files in left.items():
+            _clear(path, files)
         shutil.rmtree(_aside(folder), ignore_errors=True)
     files = [folder / name for name in _files()]
     size = sum(file.stat().st_size for file in files) / 1e6
@@ -113,20 +114,28 @@ def _named(run: str, table: pd.DataFrame) -> pa.Table:
     return content.add_column(0, "run", pa.array([run] * len(table), pa.string()))
 
 
-def _clear(folder: Path, run: runs.Run) -> None:
-    """Remove from a run's folder what is packed, once more compared with it."""
-    files = {table: run.path / f"{table}.parquet" for table in packed.TABLES}
-    files = {table: file for table, file in files.items() if file.is_file()}
-    for table, file in files.items():
-        columns = COLUMNS[table]
-        there = runs.read_table(folder / file.name, columns, run.name)
-        if not same(runs.read_table(file, columns), there):
+def _left(folder: Path, run: runs.Run) -> list[Path]:
+    """The tables in a run's own folder, once more compared with what is packed."""
+    left = []
+    for table, columns in COLUMNS.items():
+        file = run.path / f"{table}.parquet"
+        if not file.is_file():
+            continue
+        if not same(
+            runs.read_table(file, columns), runs.read_table(folder / file.name, columns, run.name)
+        ):
             raise UserError(
                 f"{run.name}/{file.name} is not what {folder.name}/{file.name} has of that run; "
                 f"move one of them away"
             )
-    (run.path / "run.json").unlink(missing_ok=True)  # first: without it the packed run is read
-    for file in files.values():
+        left.append(file)
+    return left
+
+
+def _clear(path: Path, files: list[Path]) -> None:
+    """Remove from a run's folder what is packed."""
+    (path / "run.json").unlink(missing_ok=True)  # first: without it the packed run is read
+    for file in files:
         file.unlink()
     with contextlib.suppress(OSError):
-        run.path.rmdir()
+        path.rmdir()

@@ -14,7 +14,7 @@ import pytest
 
 from lowprec import UserError, affected, campaign, pack, packed, runs, survival
 from lowprec.__main__ import main
-from lowprec.recorder import write_table
+from lowprec.recorder import write_groups, write_table
 from lowprec.studies import heads, kept
 from lowprec.train import train
 
@@ -264,6 +264,17 @@ def test_a_packed_campaign_that_is_not_whole_is_named(small, damage, says):
             read(small)
         assert "\n" not in str(error.value)
     assert content(small) == before, "nothing is rewritten or removed"
+
+
+def test_rows_of_another_run_are_noticed(small):
+    """A footer that lists the runs in another order than their row groups have."""
+    pack.pack(small)
+    path = small / "metrics.parquet"
+    with pq.ParquetFile(path) as file:
+        groups = [file.read_row_group(i) for i in (1, 0)]
+        write_groups(path, groups, {"runs": file.metadata.metadata[packed.NAMES].decode()})
+    with pytest.raises(UserError, match=r"small/metrics.parquet is damaged \(ValueError\)"):
+        runs.load_runs(small)
 
 
 def test_a_folder_with_other_tables_than_are_packed_stays(small):
