@@ -365,13 +365,13 @@ def _load(path: Path, seed: int):
     """A Capture, a GPT or a transformers model, by the kind of path."""
     if path.suffix in (".xz", ".safetensors"):
         return Capture.load(path)
-    if not path.exists():
-        raise UserError(f"there is no {path}; give a folder, config.json, checkpoint.pt or capture")
-    if (path / "run.json").is_file():
+    if runs.is_run(path):
         raise UserError(
             f"{path} is a run; give its checkpoint.pt if it is unfinished, a file of its .weights/ "
             "or a capture"
         )
+    if not path.exists():
+        raise UserError(f"there is no {path}; give a folder, config.json, checkpoint.pt or capture")
     kept = sorted(p.name for kind in ("*.pt", "*.xz") for p in path.glob(kind))
     if kept and not (path / "config.json").is_file():
         raise UserError(f"{path} is a folder; give one file of it: {', '.join(kept)}")
@@ -387,7 +387,7 @@ def _checkpoint(path: Path) -> GPT:
         if "config" in state:
             config, state = json.loads(state["config"]), state["model"]
         else:
-            config = json.loads((path.parent.parent / "run.json").read_text())["config"]
+            config = runs.read_info(path.parent.parent)["config"]
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         settings = {name: value for name, value in config.items() if name in names}
         model = GPT(TrainConfig(**settings).model())

@@ -416,15 +416,22 @@ def write_table(path: Path, table: pd.DataFrame) -> None:
     """Parquet, half its usual size: measured floats are packed by place of the byte, steps as
     differences, and the footer says nothing beyond the columns and `table.attrs`. Each page has
     a checksum."""
-    packed = {name: "BYTE_STREAM_SPLIT" for name in table if table[name].dtype.kind == "f"}
-    packed |= {"step": "DELTA_BINARY_PACKED"} if "step" in table else {}
-    content, data = pa.Table.from_pandas(table, preserve_index=False), io.BytesIO()
+    about = {"PANDAS_ATTRS": json.dumps(table.attrs)} if table.attrs else {}
+    write_groups(path, [pa.Table.from_pandas(table, preserve_index=False)], about)
+
+
+def write_groups(path: Path, groups: list[pa.Table], about: dict[str, str]) -> None:
+    """As `write_table`, tables of the same columns, each as a row group; `about` in the footer."""
+    schema, data = groups[0].schema, io.BytesIO()
+    packed = {f.name: "BYTE_STREAM_SPLIT" for f in schema if pa.types.is_floating(f.type)}
+    packed |= {"step": "DELTA_BINARY_PACKED"} if "step" in schema.names else {}
     with pq.ParquetWriter(
-        data, content.schema, compression="brotli", compression_level=10, column_encoding=packed,
-        use_dictionary=[name for name in table if name not in packed],
+        data, schema, compression="brotli", compression_level=10, column_encoding=packed,
+        use_dictionary=[name for name in schema.names if name not in packed],
         write_statistics=False, store_schema=False, write_page_checksum=True,
     ) as writer:  # fmt: skip
-        writer.write_table(content)
-        if table.attrs:
-            writer.add_key_value_metadata({"PANDAS_ATTRS": json.dumps(table.attrs)})
+        for group in groups:
+            writer.write_table(group, row_group_size=max(group.num_rows, 1))
+        if about:
+            writer.add_key_value_metadata(about)
     runs.write_atomic(path, lambda file: file.write(data.getvalue()))

@@ -19,7 +19,7 @@ import pandas as pd
 from scipy import stats
 
 from lowprec import UserError, claims
-from lowprec.runs import campaign_folder, load_runs, require_arms
+from lowprec.runs import campaign_folder, load_runs, require_arms, run_paths
 
 SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
 """To say "prevents": seeds an arm, share of the base's seeds that explode, adjusted p below."""
@@ -102,7 +102,7 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
         planned.setdefault(job.arm, []).append(job.config)
     require_arms(campaign, arms, planned)
     recorded = {}
-    if any(folder.glob("[!.]*/run.json")):
+    if run_paths(folder):
         recorded = dict(iter(load_runs(folder).groupby("arm")))
     return {
         arm: Arm(arm, configs[0], tuple(c.seed for c in configs), recorded.get(arm))
