@@ -32,6 +32,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,7 @@ from lowprec.drop_in import sdpa
 from lowprec.formats import BF16, ulp
 from lowprec.model import GPT
 from lowprec.policy import FA2, PrecisionPolicy
+from lowprec.recorder import load_archive
 from lowprec.reference import oracle
 from lowprec.rotary import rotate
 from lowprec.studies import drift, scores
@@ -55,6 +57,9 @@ from lowprec.studies.directions import common_part
 SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
 BLOCKS = 16
 """Blocks of consecutive rows behind the interval of delta's bias."""
+WRAPPERS = r"^((_orig_mod|module)\.)+"
+"""What torch.compile and a distributed wrapper put before the names of weights."""
+
 GPT2_SIZES = 50257, 50304
 """Of GPT-2's vocabulary, as it is and padded to a multiple of 64."""
 COLUMNS = {
@@ -383,7 +388,7 @@ def _checkpoint(path: Path) -> GPT:
     from lowprec.config import TrainConfig
 
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_archive(path)
         if "config" in state:
             config, state = json.loads(state["config"]), state["model"]
         else:
@@ -404,11 +409,49 @@ def _transformers(path: Path, seed: int):
         raise UserError(f"{path} has no weights; give its config.json for random ones")
     with _transformers_reading(path) as hub:
         if path.suffix != ".json":
-            kind = dict(dtype=torch.float32, local_files_only=True)
-            return hub.AutoModelForCausalLM.from_pretrained(path, **kind)
+            return _pretrained(hub, path)
         torch.manual_seed(seed)
         config = hub.AutoConfig.from_pretrained(path, local_files_only=True)
         return hub.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _pretrained(hub, path: Path):
+    """The model of a folder, with all its weights and no other.
+
+    transformers draws at random what a file lacks and leaves out what it does not know, with a
+    warning. What is missing or left over decides what attention reads and gets back, so either is
+    an error here. The prefix of a compiled or a distributed module is taken off.
+    """
+
+    def read(**how):
+        kind = dict(dtype=torch.float32, local_files_only=True, output_loading_info=True)
+        model, found = hub.AutoModelForCausalLM.from_pretrained(path, **kind, **how)
+        buffers = {name for name, _ in model.named_buffers()}
+        left = [k for k in found["unexpected_keys"] if not _is_buffer(k, buffers)]
+        return model, sorted(found["missing_keys"]), sorted(left)
+
+    model, missing, left = read()
+    if missing and any(re.match(WRAPPERS, key) for key in left):
+        model, missing, left = read(key_mapping={WRAPPERS: ""})
+    if missing or left:
+        parts = [f"lack {missing[0]}{_and_more(missing)}"] if missing else []
+        parts += [f"have {left[0]}{_and_more(left)}, which it has no place for"] if left else []
+        raise UserError(
+            f"the weights in {path} do not fit the model of its config.json: they "
+            f"{' and '.join(parts)}; save the whole model with save_pretrained"
+        )
+    return model
+
+
+def _is_buffer(key: str, buffers: set[str]) -> bool:
+    """Masks and rotary frequencies that older versions stored; a model makes its own."""
+    ending = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+              ".rotary_emb.inv_freq")  # fmt: skip
+    return key in buffers or key.endswith(ending)
+
+
+def _and_more(keys: list[str]) -> str:
+    return f" and {len(keys) - 1} more" if len(keys) > 1 else ""
 
 
 @contextlib.contextmanager
@@ -420,6 +463,8 @@ def _transformers_reading(path: Path):
         raise UserError("a model needs transformers: pip install -e '.[transformers]'") from None
     try:
         yield transformers
+    except UserError:
+        raise
     except Exception as error:
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 250)
         raise UserError(f"transformers cannot read {path} ({words})") from None

@@ -274,6 +274,48 @@ def test_a_damaged_file_is_one_sentence(hub, tmp_path, damaged):
         affected.probe(tmp_path, text)
 
 
+def saved_as(hub, kind, folder, change):
+    """A small model's folder, its weights by the names and tensors that `change` makes of them."""
+    from safetensors.torch import load_file, save_file
+
+    small(hub, kind).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_weights_of_a_wrapped_module_are_the_model_s(hub, tmp_path, kind, prefix):
+    """As torch.compile and distributed wrappers save them; not random ones in their place."""
+    saved_as(hub, kind, tmp_path, lambda w: {prefix + name: x for name, x in w.items()})
+    expected = affected.probe(small(hub, kind).float(), length=64, sequences=2)
+    pd.testing.assert_frame_equal(affected.probe(tmp_path, length=64, sequences=2), expected)
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (lambda w: {k: x for k, x in w.items() if ".1." not in k}, r"lack .*\.1\..* and \d+ more"),
+        (lambda w: {k: x for k, x in w.items() if "wte" not in k}, r"lack (.*wte|lm_head)"),
+        (lambda w: {k: x for k, x in w.items() if "ln_f" not in k}, r"lack .*ln_f"),
+        (lambda w: w | {"transformer.h.2.attn.c_attn.weight": torch.ones(32, 96)},
+         r"have transformer.h.2.attn.c_attn.weight, which it has no place for"),
+        (lambda w: w | {"transformer.h.0.attn.c_attn.lora_A": torch.ones(32, 4)}, r"have .*lora_A"),
+        (lambda w: {f"net.{k}": x for k, x in w.items()}, r"lack .* and have net\."),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_and_not_drawn(hub, tmp_path, change, words):
+    saved_as(hub, "gpt2", tmp_path, change)
+    with pytest.raises(UserError, match=f"do not fit the model of its config.json: they {words}"):
+        affected.probe(tmp_path)
+
+
+def test_masks_that_older_versions_stored_are_no_weights(hub, tmp_path):
+    mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)}
+    saved_as(hub, "gpt2", tmp_path, lambda w: w | mask)
+    assert len(affected.probe(tmp_path, length=64)) == 4
+
+
 def test_a_head_whose_output_goes_nowhere_has_no_share():
     """As with projections that start from zero: no gradient, and no error of it."""
     model = GPT(PRESETS["tiny"].model())

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +24,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowprec import UserError, campaign, data, recorder, runs
+from lowprec import UserError, affected, campaign, data, recorder, runs
 from lowprec.__main__ import main
 from lowprec.capture import Capture
 from lowprec.config import PRESETS, TrainConfig
@@ -347,6 +348,30 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     torch.save(dict(model={}), tmp_path / ".a.part" / "checkpoint.pt")
     with pytest.raises(UserError, match=r"checkpoint.pt is damaged \(KeyError\)"):
         train(small(), tmp_path / "a", resume=True)
+
+
+@pytest.mark.parametrize("place", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_checkpoint_with_a_flipped_bit_is_found_and_its_folder_stays(
+    tmp_path, monkeypatch, place
+):
+    """In the weights, the moments or what is recorded: torch reads all of them as they come."""
+    config = small(checkpoint_every=2)
+    stop_in_step(3, config, tmp_path / "a", monkeypatch)
+    path = tmp_path / ".a.part" / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        members = sorted(archive.infolist(), key=lambda member: member.file_size)[-8:]
+        member = members[int(place * len(members))]
+    at = member.header_offset + 30 + len(member.filename) + member.file_size // 2
+    start = content.find(b"PK", member.header_offset + 4)
+    content[min(at, start - 1)] ^= 1 << 6
+    path.write_bytes(content)
+    before = files(path.parent)
+    with pytest.raises(UserError, match=r"checkpoint.pt is damaged \(BadZipFile\)"):
+        train(config, tmp_path / "a", resume=True)
+    assert files(path.parent) == before
+    with pytest.raises(UserError, match=r"holds no checkpoint .* \(BadZipFile\)"):
+        affected.probe(path)
 
 
 @pytest.fixture
