@@ -18,7 +18,7 @@ from lowprec.labels import (
     split_at,
     wrapped,
 )
-from lowprec.notebook import span
+from lowprec.words import span
 
 
 def heat(

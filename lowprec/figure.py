@@ -20,9 +20,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from lowprec import UserError
-from lowprec.notebook import FIGURE_MIME, minus
 from lowprec.policy import PrecisionPolicy
 from lowprec.runs import repo_root
+from lowprec.words import FIGURE_MIME, minus
 
 COLOURS = {
     "LOW": "#e8590c",

@@ -11,9 +11,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from scipy import ndimage
 
 from lowprec import UserError
-from lowprec.claims import number
 from lowprec.figure import INK, ink_on, subplots
-from lowprec.notebook import minus, span
+from lowprec.words import minus, number, span
 
 WIDE = 5.4
 """Inches: a figure as wide fits on a phone."""

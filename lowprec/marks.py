@@ -25,8 +25,8 @@ from lowprec.labels import (
     spread,
     wrapped,
 )  # fmt: skip
-from lowprec.notebook import span
 from lowprec.survival import Arm
+from lowprec.words import span
 
 NARROW = 14
 """Most letters in a line of a row's label beside several panels."""
