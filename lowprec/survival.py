@@ -12,7 +12,7 @@ What counts as an explosion, and when a run is censored, is decided in `lowprec.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -62,6 +62,12 @@ class Arm:
         """The runs, {seed: Run}."""
         return dict(zip(self.runs.seed, self.runs.run, strict=True)) if self.n else {}
 
+    def only(self, seeds) -> Arm:
+        """The arm with some of its seeds alone, those that it plans."""
+        seeds = tuple(seed for seed in self.seeds if seed in set(seeds))
+        runs = self.runs[self.runs.seed.isin(seeds)] if self.n else None
+        return replace(self, seeds=seeds, runs=None if runs is None or runs.empty else runs)
+
     def check(
         self, id: str, profile: str = "recorded", note: str | None = None, by: float = np.inf
     ) -> claims.Result:
@@ -108,6 +114,22 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
         arm: Arm(arm, configs[0], tuple(c.seed for c in configs), recorded.get(arm))
         for arm, configs in planned.items()
     }
+
+
+def measured(arms: dict, **measures) -> pd.DataFrame:
+    """A row a run: columns arm (its label), seed, run, and one of each measure's name.
+
+    arms: {label: `Arm`}. measures: name=function of a `lowprec.runs.Run`. An arm without runs has
+    one row, with NaN for each measure and no run.
+    """
+    rows = []
+    for label, arm in arms.items():
+        for seed, run in arm.by_seed.items():
+            numbers = {name: measure(run) for name, measure in measures.items()}
+            rows.append(dict(arm=label, seed=seed, run=run) | numbers)
+        if not arm.n:
+            rows.append(dict(arm=label))
+    return pd.DataFrame(rows, columns=["arm", "seed", "run", *measures])
 
 
 def kaplan_meier(table: pd.DataFrame) -> pd.DataFrame:
