@@ -151,6 +151,8 @@ def test_what_was_not_measured_has_no_verdict(registry):
     path = registry(ENTRY)
     with pytest.raises(UserError, match="claim bias: the measured mean error in ulp is nan"):
         claims.check("bias", math.nan, 8, path=path)
+    with pytest.raises(UserError, match="claim bias: the measured mean error in ulp is inf"):
+        claims.check("bias", math.inf, 8, path=path)
     with pytest.raises(UserError, match="claim bias: the interval of mean error in ulp is .*nan"):
         claims.check("bias", 0.5, 8, (0.1, math.nan), path=path)
     with pytest.raises(UserError, match="there is no claim 'bais': did you mean 'bias'?"):
@@ -203,6 +205,21 @@ def test_a_result_survives_the_notebook_file(registry):
     for words in ("Supported", "mean error in ulp: −0.25 [−0.5, −0.1]", "n = 8", "Seen.", "qiu2025",
                   "Would refute it: the mean error is 0 or positive"):  # fmt: skip
         assert words in data["text/markdown"]
+
+
+@pytest.mark.parametrize(
+    "change, value, n, words",
+    [
+        ({}, -2, 8, "mean error in ulp: −2, n = 8 sums"),
+        ({"n": "1 sums"}, -1e-7, 1, "ulp: −1e−07, n = 1 sum"),
+        ({"n": 1}, -1234567, 1, "ulp: −1,234,567, n = 1"),
+        ({"operator": "==", "threshold": 1.00048828125}, 1.00048828125, 8, ": 1.00048828125, n"),
+        ({"operator": "==", "threshold": 1}, 1.00048828125, 8, "ulp: 1, n = 8"),
+        ({"operator": "==", "threshold": True}, True, 8, "ulp: true, n = 8"),
+    ],
+)
+def test_a_result_says_its_number_and_its_units(registry, change, value, n, words):
+    assert words in claims.check("bias", value, n, path=registry(ENTRY | change)).measured()
 
 
 def test_a_claim_with_a_gloss_is_not_laid_in_its_sources_mouth(registry):
