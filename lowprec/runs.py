@@ -346,7 +346,10 @@ def write_atomic(path: Path, write) -> None:
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        cause = error  # torch answers a full disk with a sentence of its own
+        while cause.__context__ is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
         raise UserError(
             f"cannot write {path}: {reason}; what was written before is still there"
         ) from None
