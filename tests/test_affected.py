@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 
 import pandas as pd
 import pytest
@@ -466,6 +467,33 @@ def test_an_output_that_cannot_be_written_is_said_before_any_work(tmp_path, caps
     ):
         assert __main__.main(["probe", "nothing", *words]) == 2
         assert mend in capsys.readouterr().err
+    (tmp_path / "d.png").mkdir()
+    for words in (["--table", "/proc/t.csv"], ["--figure", str(tmp_path / "d.png")]):
+        assert __main__.main(["probe", "nothing", *words]) == 2
+        assert f"cannot write {words[1]}: " in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["d.png"]
+
+
+def test_an_output_that_a_full_disk_cuts_off_is_one_sentence_and_no_file(tmp_path, capsys):
+    capture, table = next(CAPTURES.glob("low-c-seed6-*.xz")), tmp_path / "t.csv"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        assert __main__.main(["probe", str(capture), "--table", str(table)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    shown = capsys.readouterr()
+    assert f"lowprec: cannot write {table}: File too large" in shown.err
+    assert "ALARM" in shown.out and not list(tmp_path.iterdir())
+
+
+def test_a_small_error_is_printed_with_digits(capsys):
+    """A healthy head's is far below the fourth decimal."""
+    capture = CAPTURES / "low-c-healthy-seed6-1230.xz"
+    assert __main__.main(["probe", str(capture)]) == 0
+    head, row = (line.split() for line in capsys.readouterr().out.splitlines()[:2])
+    shown = float(row[head.index("error")])
+    assert shown == pytest.approx(affected.probe(capture).error[0], rel=0.01) and shown > 0
 
 
 @pytest.mark.parametrize(
