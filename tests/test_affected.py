@@ -260,6 +260,37 @@ def test_a_folder_of_weights_or_captures_names_its_files(tmp_path, name):
         affected.probe(tmp_path)
 
 
+def test_a_path_that_is_not_there_is_named_as_it_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="^there is no out/model; give a folder"):
+        affected.probe("out/model")
+
+
+def test_a_folder_of_a_training_by_transformers_names_its_checkpoints(tmp_path):
+    for step in (500, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="give one of checkpoint-500, checkpoint-1000 in it"):
+        affected.probe(tmp_path)
+    (tmp_path / "checkpoint-500" / "config.json").unlink()
+    with pytest.raises(UserError, match="has no weights and no config.json; give a model's folder"):
+        affected.probe(tmp_path / "checkpoint-500")
+
+
+def test_a_long_line_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
+    read, encoded = [], affected._encoded
+    monkeypatch.setattr(affected, "_encoded", lambda t, *how: read.append(t) or encoded(t, *how))
+    path = tmp_path / "a.txt"
+    path.write_text("ab" * 1_000_000)
+    tokens, _ = affected._tokens(path, None, 300, 4, 64, 0)
+    assert tokens.shape == (4, 64) and len(read[0]) == 8 * 256 and len(read) == 1
+    # eight bytes of text a token are not always enough, and a short text is read whole
+    monkeypatch.setattr(affected, "_encoded", lambda t, *_: ([0] * (len(t) // 100), "-"))
+    assert affected._tokens(path, None, 300, 4, 64, 0)[0].shape == (4, 64)
+    path.write_text("ab" * 15_000)
+    assert affected._tokens(path, None, 300, 6, 1000, 0)[0].shape == (6, 50), "all 300"
+
+
 @pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_damaged_file_is_one_sentence(hub, tmp_path, damaged):
     small(hub, "gpt2").save_pretrained(tmp_path)
@@ -439,7 +470,7 @@ def test_sequences_too_short_for_a_mean_score_are_refused():
 def test_a_model_without_a_limit_of_positions(hub):
     """Bloom has none, and its attention goes another way."""
     model = hub.BloomForCausalLM(hub.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1))
-    with pytest.raises(UserError, match="no attention was called.* registry"):
+    with pytest.raises(UserError, match="no attention was called: bloom has its own.* registry"):
         affected.probe(model, length=64)
 
 
