@@ -201,12 +201,10 @@ def run_campaign(
             job.config.check_processes(processes)
         except UserError as error:
             raise UserError(f"{job.name}: {error}; leave it out with --only") from None
-    result = {
-        job.name: "recorded before" + ("" if job in missing else _otherwise(job)) for job in jobs
-    }
+    result = {job.name: "" if job in missing else _before(job) for job in jobs}
     if missing:
         for name, text in result.items():
-            if text.startswith("recorded before, with"):
+            if text.startswith(("recorded before, with", "failed")):
                 print(f"{name}: {text}", file=sys.stderr)
         local = slurm is None
         where = Local(missing, gpus, processes) if local else Cluster(missing, gpus, slurm)
@@ -223,6 +221,14 @@ def _keep_copy(path: Path, copy: Path, renew: bool):
         kept = copy.rename(copy.with_name(f"campaign-{digest[:8]}.yaml"))
         print(f"{path} has changed; its earlier text is kept as {kept}", file=sys.stderr)
     copy.write_bytes(path.read_bytes())
+
+
+def _before(job: Job) -> str:
+    """What there is to say of a run that is there; a damaged one does not keep others back."""
+    try:
+        return "recorded before" + _otherwise(job)
+    except UserError as error:
+        return f"failed ({error})"
 
 
 def _otherwise(job: Job) -> str:

@@ -181,7 +181,7 @@ class Run:
 def read_table(path: Path, columns, run: str | None = None) -> pd.DataFrame:
     """A table of a run, or a run's part of a packed one; raises `UserError` if it is not whole."""
     if not path.is_file():
-        raise UserError(f"run folder {path.parent.name} has no {path.name}; restore it from git")
+        raise UserError(f"run folder {path.parent.name} has no {path.name}; {_mend(path)}")
     try:
         if run is None:
             table = pd.read_parquet(path, page_checksum_verification=True)
@@ -189,8 +189,7 @@ def read_table(path: Path, columns, run: str | None = None) -> pd.DataFrame:
             table = packed.read(path, run)
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise UserError(
-            f"{path.parent.name}/{path.name} is damaged ({type(error).__name__}); restore it from "
-            f"git, or run `python -m lowprec verify` to see what else differs"
+            f"{path.parent.name}/{path.name} is damaged ({type(error).__name__}); {_mend(path)}"
         ) from None
     missing = [c for c in columns if c not in table]
     if missing:
@@ -217,9 +216,32 @@ def _load(path: Path, there: dict[str, dict]) -> Run:
     if steps != info.get("steps", steps):  # an unfinished run shows no more than run.json says
         raise UserError(
             f"metrics.parquet has {steps} steps of {path.name} where its run.json says "
-            f"{info['steps']}; restore it from git"
+            f"{info['steps']}; {_mend(path)}"
         )
+    probes = path / "probes.parquet"
+    if probes.is_file():
+        _footer(probes)
     return run
+
+
+def _footer(path: Path) -> None:
+    """Raise `UserError` for a table without one, which was not written to its end."""
+    import pyarrow.parquet as pq
+
+    try:
+        pq.read_metadata(path)
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise UserError(
+            f"{path.parent.name}/{path.name} is damaged ({type(error).__name__}); {_mend(path)}"
+        ) from None
+
+
+def _mend(path: Path) -> str:
+    """What to do about a damaged file of a run: one of the repository's, or one's own."""
+    with contextlib.suppress(UserError):
+        if path.resolve().is_relative_to(data_root().resolve()):
+            return "restore it from git, `python -m lowprec verify` shows what else differs"
+    return "restore it from a copy, or move the run's folder away and train it again"
 
 
 def _info(path: Path, there: dict[str, dict]) -> dict:
@@ -237,7 +259,7 @@ def _info(path: Path, there: dict[str, dict]) -> dict:
     try:
         return packed.parse(file.read_text())
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path.name}/run.json is damaged; restore it from git") from None
+        raise UserError(f"{path.name}/run.json is damaged; {_mend(path)}") from None
 
 
 def read_info(path: Path) -> dict:

@@ -238,21 +238,25 @@ def test_a_campaign_file_is_checked_before_anything_starts(file, old, new, says)
 
 
 @pytest.mark.parametrize("damage", ["{", "{}", "[]", None])
-def test_a_damaged_recorded_run_is_named(file, damage):
+def test_a_damaged_run_is_named_and_the_others_go_on(file, damage, capfd):
     (file.parent / "low-seed0").mkdir()
     if damage:
         (file.parent / "low-seed0" / "run.json").write_text(damage)
-    with pytest.raises(UserError, match="low-seed0.*run.json"):
-        run_campaign(file)
-    assert not (file.parent / ".logs").exists()
+    result = run_campaign(file, only=("low-*",))
+    assert re.fullmatch(r"failed \(.*low-seed0.*run\.json.*\)", result["low-seed0"])
+    assert "from git" not in result["low-seed0"] and result["low-seed1"].startswith("done in ")
+    shown = capfd.readouterr().err
+    assert shown.index("low-seed0: failed (") < shown.index("low-seed1  running")
+    assert main(["campaign", str(file), "--only", "low-*"]) == 2
+    assert "1 of 2 runs failed: low-seed0" in capfd.readouterr().err
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(file):
     with pytest.raises(UserError, match="cannot make the folder .*campaign.yaml/.logs: Not a dir"):
         run_campaign(file, out=file)
     (file.parent / "low-seed0").touch()
-    with pytest.raises(UserError, match="there is no run folder 'low-seed0'"):
-        run_campaign(file)
+    result = run_campaign(file, only=("low-seed0",))
+    assert "there is no run folder 'low-seed0'" in result["low-seed0"]
 
 
 @pytest.mark.slow

@@ -153,6 +153,25 @@ def test_damaged_probes_are_named_when_read(folder):
         load_run(folder).probes  # noqa: B018
 
 
+def test_an_empty_table_is_no_run_s(folder):
+    (folder / "probes.parquet").write_bytes(b"")
+    for read in (lambda: load_run(folder), lambda: load_runs(folder.parent)):
+        with pytest.raises(
+            UserError, match="low-seed1/probes.parquet is damaged .*from a copy, or"
+        ):
+            read()
+
+
+def test_a_recorded_run_is_restored_from_git_and_one_s_own_is_not(folder, monkeypatch):
+    truncate(folder / "metrics.parquet")
+    with pytest.raises(UserError) as own:
+        load_run(folder)
+    assert "from git" not in str(own.value) and "train it again" in str(own.value)
+    monkeypatch.setattr(runs, "data_root", lambda: folder.parent)
+    with pytest.raises(UserError, match="restore it from git, `python -m lowprec verify` shows"):
+        load_run(folder)
+
+
 def test_a_flipped_bit_is_noticed(tmp_path):
     """Every byte of a recorded table: one changed bit raises or changes no number."""
     table = pd.DataFrame(dict(step=range(40), loss=np.random.default_rng(0).normal(size=40)))
