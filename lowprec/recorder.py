@@ -1,8 +1,9 @@
 """What a training run writes: metrics, probes, checkpoints and captures in one folder.
 
 Measurements gather on the device and come to the host with the probes. Until a run has ended its
-folder is called `.NAME.part`; it is written whole every `FLUSH` steps, run.json last, so that a
-process killed at any moment leaves the run as it was at the last flush.
+folder is called `.NAME.part`; it is written whole every `FLUSH` steps, before that every few
+seconds, run.json last, so that a process killed at any moment leaves the run as it was at the last
+flush.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from lowprec.attention import PROBE_COLUMNS, resolve_impl
 from lowprec.policy import PrecisionPolicy
 from lowprec.probes import QueryErrorWindow, spectral_norms
 
-FLUSH = 500
+FLUSH, EARLY = 500, 2.0
+"""Steps after which a run is written, and seconds in the first so many."""
 BEFORE, AFTER = 300, 50
 """Steps around the onset of an explosion whose probes are kept one by one."""
 
@@ -141,7 +143,8 @@ class Recorder:
         self._keep_onset()
         now = time.time()
         self.timed = self.timed or (self.step, now)  # what comes before is compiling
-        if self.step // FLUSH > first // FLUSH:
+        early = self.step < FLUSH and now - self.clock > EARLY  # a short run has a curve as well
+        if early or self.step // FLUSH > first // FLUSH:
             self.flush("running")
 
     def _keep_onset(self):

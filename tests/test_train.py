@@ -432,6 +432,21 @@ def test_killed_at_random_moments_a_run_keeps_its_last_flush(tmp_path, server):
     assert kept > 0
 
 
+@pytest.mark.parametrize("early, seen", [(0.0, [2, 4, 6]), (1e9, [])])
+def test_a_short_run_is_written_as_its_steps_come(tmp_path, monkeypatch, early, seen):
+    flush, written = Recorder.flush, []
+
+    def noted(self, ended, *how):
+        flush(self, ended, *how)
+        if ended == "running":
+            written.append(len(runs.load_run(self.part).metrics))
+
+    monkeypatch.setattr(recorder, "EARLY", early)
+    monkeypatch.setattr(Recorder, "flush", noted)
+    assert len(train(small(steps=7), tmp_path / "a").metrics) == 7
+    assert written == seen or written == [*seen, 7]
+
+
 def test_a_full_disk_leaves_what_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "FLUSH", 2)
     measured = Recorder.measured
