@@ -365,6 +365,8 @@ def test_query_error_of_a_capture_adds_up_over_row_tiles(tmp_path):
     torch.testing.assert_close(sum(parts), e, rtol=1e-4, atol=1e-5 * e.abs().max().item())
     healthy = file.query_error(file.replay("ALL_FP32"))
     assert healthy.norm() < 1e-3 * e.norm()
+    mine = SimpleNamespace(**{**vars(t), "delta_o": t.delta_ref})
+    assert not file.query_error(mine).any(), "a delta of one's own, as book/fork.md has it"
     q, k, x = (file.tensors[name] for name in "qkx")
     other = dataclasses.replace(file, meta=file.meta | dict(scale=2 * file.scale))
     wanted = query_error(q, k, x, t.delta_o - t.delta_ref, scale=2 * file.scale, policy="LOW")
