@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowprec import UserError, yaml_fault
-from lowprec.notebook import CLAIM_MIME, PROFILES, minus
+from lowprec.words import CLAIM_MIME, PROFILES, minus, number
 
 OPERATORS = {
     "==": operator.eq,
@@ -221,15 +221,6 @@ def threat_links(claim: Claim) -> list[str]:
 
 def threat_link(word: str) -> str:
     return f"{{ref}}`{word} <threat-{word.lower()}>`"
-
-
-def number(value, exact: bool = False) -> str:
-    """A number as prose prints it: whole numbers whole, others to four digits or in full."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):,}".replace("-", "−")
-    return (repr(float(value)) if exact else f"{value:.4g}").replace("-", "−")
 
 
 def load(path: Path | None = None) -> dict[str, Claim]:

@@ -25,14 +25,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lowprec import UserError
+from lowprec.words import CLAIM_MIME, FIGURE_MIME, PROFILES
 
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
-PROFILES = ("smoke", "recorded", "gpu")
-
-CLAIM_MIME = "application/vnd.lowprec.claim+json"
-"""Carried by the output of a verdict (`lowprec.claims`)."""
-FIGURE_MIME = "application/vnd.lowprec.figure+json"
-"""Carried by the output of a figure (`lowprec.plots`)."""
 
 
 # In the kernel
@@ -101,30 +96,6 @@ def _typed(name: str, annotation: str, value):
         found = type(value).__name__
         raise UserError(f"parameter {name!r} takes {annotation} and was given {value!r} ({found})")
     return value
-
-
-# Numbers in computed sentences
-
-
-def minus(text: str) -> str:
-    """The text with a minus sign, at which no line breaks, for each hyphen before a number, but in
-    code, formulas and links."""
-    parts = r"(`[^`]*`|\$[^$]*\$|\]\([^)]*\))|(?<![\w⁻=/-])-(?=[\d.])"
-    return re.sub(parts, lambda found: found[1] or "−", text)
-
-
-def span(values, form: str = "{:.2f}") -> str:
-    """The least and the largest of some numbers in words, one if they read alike."""
-    values = list(values)
-    ends = (min(values), max(values)) if values else ()
-    return minus(" to ".join(dict.fromkeys(form.format(x) for x in ends))) or "none"
-
-
-def say(text: str):
-    """A computed text, in Markdown."""
-    from IPython.display import Markdown
-
-    return Markdown(minus(text))
 
 
 def require_gpu(profile: str) -> None:

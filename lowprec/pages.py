@@ -21,7 +21,7 @@ import yaml
 
 from lowprec import UserError, claims
 from lowprec.claims import Claim, Result
-from lowprec.notebook import FIGURE_MIME
+from lowprec.words import FIGURE_MIME
 
 PAPER = "qiu2025"
 MARKERS = "<!-- claims -->", "<!-- /claims -->"

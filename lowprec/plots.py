@@ -22,9 +22,9 @@ import pandas as pd
 from matplotlib.collections import QuadMesh
 
 from lowprec import UserError
-from lowprec.notebook import FIGURE_MIME, minus
 from lowprec.policy import PrecisionPolicy
 from lowprec.runs import repo_root
+from lowprec.words import FIGURE_MIME, minus
 
 COLOURS = {
     "LOW": "#e8590c",

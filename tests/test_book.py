@@ -16,8 +16,8 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
 
-from lowprec.notebook import FIGURE_MIME
 from lowprec.plots import MIN_SCALE, luminance
+from lowprec.words import FIGURE_MIME
 
 pytestmark = pytest.mark.book
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lowprec import UserError, claims, pages
-from lowprec.notebook import CLAIM_MIME, as_page
+from lowprec.notebook import as_page
+from lowprec.words import CLAIM_MIME
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = dict(

@@ -12,31 +12,11 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lowprec import UserError, notebook
+from lowprec import UserError, notebook, words
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = 'profile: str = "recorded"\nseeds: int = 3\nlr: float = 2e-3\nquick: bool = False'
 CHECK = "from lowprec.notebook import check_parameters\ncheck_parameters()"
-
-
-# Numbers in sentences
-
-
-def test_hyphens_before_numbers_become_minus_signs():
-    assert (
-        notebook.minus("-1, x-1, 1e-05, (-.5), 10⁻-3, a - 2")
-        == "−1, x-1, 1e-05, (−.5), 10⁻-3, a - 2"
-    )
-    assert notebook.say("| -1 |\n|---|").data == "| −1 |\n|---|"
-    for kept in ("`delta_bias(-0.02)`", "`a=-1`", "$x_{-1}$", "[-](a/ -1.md)", "delta_bias=-0.02"):
-        assert notebook.minus(kept) == kept
-
-
-def test_a_span_has_both_ends_or_one():
-    assert notebook.span([0.126, -2, 1]) == "−2.00 to 1.00"
-    assert notebook.span({"a": 1.001, "b": 1.002}.values()) == "1.00"
-    assert notebook.span((x for x in (1000, 2)), "{:,}") == "2 to 1,000"
-    assert notebook.span([]) == "none"
 
 
 # The check, with a stand-in for the kernel
@@ -214,7 +194,7 @@ def test_an_empty_text_leaves_no_output(tmp_path):
 def test_the_figure_tagged_lead_is_shown_first_too():
     shown = '<figure id="figure-x"><path id="x-a"/><use href="#x-a"/></figure>'
     about = dict(name="x", id="figure-x", alt="a", caption="c", hardware=None)
-    data = {"text/html": shown, "image/png": "", notebook.FIGURE_MIME: about}
+    data = {"text/html": shown, "image/png": "", words.FIGURE_MIME: about}
     head = "# A question\n\nAn answer."
     table = "More of it.\n\n| | |\n|---|---|\n| Question | Which? |"
     figure = new_code_cell("draw()", outputs=[new_output("display_data", data=data)])
@@ -224,7 +204,7 @@ def test_the_figure_tagged_lead_is_shown_first_too():
     assert [c.source for c in (page.cells[0], page.cells[2])] == [head, table]
     lead = page.cells[1].outputs[0].data
     twice = '<figure ><path id="lead-x-a"/><use href="#lead-x-a"/></figure>'
-    assert lead["text/html"] == twice and notebook.FIGURE_MIME not in lead
+    assert lead["text/html"] == twice and words.FIGURE_MIME not in lead
     assert page.cells[-1].outputs[0].data["text/html"] == shown
     nbformat.validate(page)
 

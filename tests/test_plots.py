@@ -20,9 +20,9 @@ import pandas as pd
 import pytest
 
 from lowprec import UserError, plots, survival
-from lowprec.notebook import FIGURE_MIME
 from lowprec.policy import FA2, LOW
 from lowprec.runs import Run
+from lowprec.words import FIGURE_MIME
 
 LONG = pd.DataFrame({"step": range(60_000), "loss": 0.125})
 TABLE = pd.DataFrame({"step": [0, 1, 2], "loss": [10.5, 4.25, 1.0625]})

@@ -1,0 +1,19 @@
+"""Numbers in sentences."""
+
+from lowprec import words
+
+
+def test_hyphens_before_numbers_become_minus_signs():
+    assert (
+        words.minus("-1, x-1, 1e-05, (-.5), 10⁻-3, a - 2") == "−1, x-1, 1e-05, (−.5), 10⁻-3, a - 2"
+    )
+    assert words.say("| -1 |\n|---|").data == "| −1 |\n|---|"
+    for kept in ("`delta_bias(-0.02)`", "`a=-1`", "$x_{-1}$", "[-](a/ -1.md)", "delta_bias=-0.02"):
+        assert words.minus(kept) == kept
+
+
+def test_a_span_has_both_ends_or_one():
+    assert words.span([0.126, -2, 1]) == "−2.00 to 1.00"
+    assert words.span({"a": 1.001, "b": 1.002}.values()) == "1.00"
+    assert words.span((x for x in (1000, 2)), "{:,}") == "2 to 1,000"
+    assert words.span([]) == "none"
