@@ -24,8 +24,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from lowprec import UserError
-from lowprec.words import CLAIM_MIME, FIGURE_MIME, PROFILES
+from lowprec import UserError, facts
+from lowprec.words import CLAIM_MIME, FACTS_MIME, FIGURE_MIME, PROFILES
 
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
 
@@ -209,7 +209,9 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         cell.metadata = {"tags": tags} if tags else {}
         if cell.cell_type == "code":
             outs = _merge_streams(cell.outputs)  # an empty text would show the name of its class
-            cell.outputs = [o for o in outs if o.get("data", {}).get("text/markdown") != ""]
+            data = [o.get("data", {}) for o in outs]
+            seen = [d.get("text/markdown") != "" and FACTS_MIME not in d for d in data]
+            cell.outputs = [o for o, see in zip(outs, seen, strict=True) if see]
     for output in outputs:
         _scrub(output)
         if not parameters:
@@ -226,7 +228,9 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         "torch": version("torch"),
         "verdicts": _collect(outputs, CLAIM_MIME),
         "figures": _collect(outputs, FIGURE_MIME),
+        "facts": facts.collect(outputs),
     }
+    _fill(nb, about)
     names = [figure["name"] for figure in about["figures"]]
     if len(names) != len(set(names)):
         raise UserError(f"{name}: two figures have one name in {', '.join(names)}; rename one")
@@ -238,6 +242,20 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
     nb.cells.insert(1, _rerun_cell(about, parameters or {}))
     _show_lead(nb)
     return nb
+
+
+def _fill(nb, about: dict) -> None:
+    """Put facts and the fields of claims into the Markdown cells."""
+    from lowprec.claims import Result
+    from lowprec.runs import repo_root
+
+    page, used = about["notebook"], set()
+    results = {v["claim"]["id"]: Result.from_dict(v) for v in about["verdicts"]}
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            cell.source, names = facts.fill(cell.source, about["facts"], results, page)
+            used |= names
+    facts.refuse_unused(page, about["facts"], used, repo_root())
 
 
 def _measured_with(parameters: dict) -> str:
