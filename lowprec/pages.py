@@ -245,7 +245,7 @@ def with_claims(text: str, registry: dict[str, Claim], said: list[dict]) -> str:
 
 def status(root: Path) -> str:
     """The status page: what was executed, where and when, and what it found."""
-    folders = root / "book" / "executed", root / "build" / "smoke", root / "build" / "gpu"
+    folders = root / "book" / "executed", root / "build" / "gpu"
     rows = []
     for folder in folders:
         for name, nb in read_executed(folder).items():

@@ -217,7 +217,7 @@ def built(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     sources = (
         "notebooks/11_a.ipynb", "notebooks/12_b.ipynb", "notebooks/profiles/recorded.yaml",
-        "notebooks/profiles/smoke.yaml", "lowprec/formats.py", "data/run.parquet",
+        "notebooks/profiles/gpu.yaml", "lowprec/formats.py", "data/run.parquet",
         "book/claims.yml", "book/intro.md", "README.md",
     )  # fmt: skip
     products = (
@@ -249,7 +249,7 @@ def test_make_does_nothing_when_nothing_changed(built):
     [
         ("notebooks/11_a.ipynb", ["11_a"]),
         ("notebooks/profiles/recorded.yaml", ["11_a", "12_b"]),
-        ("notebooks/profiles/smoke.yaml", []),
+        ("notebooks/profiles/gpu.yaml", []),
         ("lowprec/formats.py", ["11_a", "12_b"]),
         ("data/run.parquet", ["11_a", "12_b"]),
         ("constraints.txt", ["11_a", "12_b"]),
@@ -260,16 +260,16 @@ def test_make_executes_what_a_change_touches(built, changed, notebooks):
     (built / changed).touch()
     done = make(built, "-n", "book")
     assert executed(done.stdout) == notebooks
-    assert ("jupyter-book build" in done.stdout) == (changed != "notebooks/profiles/smoke.yaml")
+    assert ("jupyter-book build" in done.stdout) == (changed != "notebooks/profiles/gpu.yaml")
 
 
 @needs_make
 def test_make_notebooks_keeps_profiles_apart(built):
-    done = make(built, "-n", "notebooks", PROFILE="smoke")
+    done = make(built, "-n", "notebooks", PROFILE="gpu")
     assert executed(done.stdout) == ["11_a", "12_b"]
-    assert "build/smoke/11_a.ipynb --profile smoke" in done.stdout
-    done = make(built, "notebooks", PROFILE="smokey")
-    assert done.returncode != 0 and "take smoke, recorded or gpu" in done.stderr
+    assert "build/gpu/11_a.ipynb --profile gpu" in done.stdout
+    done = make(built, "notebooks", PROFILE="gpus")
+    assert done.returncode != 0 and "take recorded or gpu" in done.stderr
 
 
 @needs_make
