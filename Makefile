@@ -21,11 +21,12 @@ NAMES := $(basename $(notdir $(wildcard notebooks/[0-9][0-9]_*.ipynb)))
 
 # What every executed notebook depends on besides its own source and profile.
 DATA     := $(shell find data -type f -not -path '*/.*')
-EVIDENCE := $(shell find lowprec -name '*.py') $(DATA) book/claims.yml
+CLAIMS   := $(shell find notebooks -name '*.claims.yml')
+EVIDENCE := $(shell find lowprec -name '*.py') $(DATA) $(CLAIMS)
 # What the pages depend on besides the executed notebooks. _generated and status.md are written
 # from these.
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md book/*.yml book/*.bib book/_static/*)) \
-         README.md
+         README.md $(shell find notebooks -name '*.lock.json')
 
 .PHONY: venv book test gpu-check notebooks serve check-book check-links strip clean
 .DELETE_ON_ERROR:

@@ -87,7 +87,7 @@ def _fold_outputs(cell) -> None:
 
 def _show_claims(nb) -> None:
     """A box for a claim of weight `key`, and for a hypothesis of a fork; the others in one fold."""
-    from lowprec.claims import Result
+    from lowprec.verdicts import Result
 
     rest = []
     for cell in nb.cells:
@@ -130,10 +130,10 @@ def line(result) -> str:
 def box(result) -> str:
     """A claim in full: the verdict and what was measured, the sentence, its threats and its id;
     the rule unfolds."""
-    from lowprec.claims import BOXES, threat_links
+    from lowprec.verdicts import BOXES, threat_links
 
     claim = result.claim
-    doubt = f"*Doubt it first for: {', '.join(threat_links(claim))}.* " if claim.threats else ""
+    doubt = f"*Doubt it first for: {', '.join(threat_links(claim))}.* " if claim.doubts else ""
     gloss = f" *{claim.gloss}*" if claim.gloss else ""
     name = f"\n:name: claim-{claim.id}" if result.registered else ""
     judged = dropdown("How it was judged", result.judged())

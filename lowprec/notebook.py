@@ -183,11 +183,19 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
     seconds = time.monotonic() - start
     name = f"forks/{source.stem}" if source.parent.name == "forks" else source.stem
     nb = as_page(nb, name, profile, seconds, parameters)
+    text = nbformat.writes(nb) + "\n"
     if profile == "recorded" and not parameters:
         from lowprec import claims
 
-        claims.compare(nb.metadata["lowprec"]["verdicts"], name=name)
-    text = nbformat.writes(nb) + "\n"
+        about = nb.metadata["lowprec"]
+        try:
+            claims.compare(name, about["verdicts"], about.get("facts"))
+        except UserError:  # a page of the book is kept for `claims --accept`
+            if (root := runs.repo_root() / "notebooks") in source.resolve().parents:
+                changed = root.parent / "build" / "changed" / f"{name}.ipynb"
+                runs.make_folder(changed.parent)
+                runs.write_atomic(changed, lambda file: file.write(text.encode()))
+            raise
     runs.write_atomic(output, lambda file: file.write(text.encode()))
     return nb
 
@@ -212,7 +220,7 @@ def _sentence(source: Path, error) -> UserError | None:
 
 def _show_verdict(output) -> None:
     """Give a verdict the looks it has in the book."""
-    from lowprec.claims import Result
+    from lowprec.verdicts import Result
 
     if CLAIM_MIME in output.get("data", {}):
         result = Result.from_dict(output.data[CLAIM_MIME])
@@ -278,8 +286,8 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
 
 def _fill(nb, about: dict) -> None:
     """Put facts and the fields of claims into the Markdown cells."""
-    from lowprec.claims import Result
     from lowprec.runs import repo_root
+    from lowprec.verdicts import Result
 
     page, used = about["notebook"], set()
     results = {v["claim"]["id"]: Result.from_dict(v) for v in about["verdicts"]}
@@ -440,7 +448,7 @@ def main(argv: list[str]) -> None:
     sys.modules.setdefault("rfc3987_syntax", None)
     from papermill.exceptions import PapermillExecutionError
 
-    from lowprec.claims import Result
+    from lowprec.verdicts import Result
 
     parser = argparse.ArgumentParser(prog="python -m lowprec notebook", description=main.__doc__)
     parser.add_argument("source", type=Path, help="notebook to execute")

@@ -35,6 +35,9 @@ FLUSH = 500
 BEFORE, AFTER = 300, 50
 """Steps around the onset of an explosion whose probes are kept one by one."""
 
+DOS_FOLDER = 0x10
+"""Bit of a zip member's attributes that miniz, which torch reads with, takes for a folder."""
+
 PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0}
 """Dense BF16 rate in TFLOP/s that the maker states, by a part of the GPU's name."""
 
@@ -264,7 +267,8 @@ class Recorder:
                 self._take(state, model, optimizer, scaler)
         except Exception as error:  # a damaged archive or another program's raises many types
             raise UserError(
-                f"{path} is damaged ({type(error).__name__}); remove {self.part} and start again"
+                f"{path} is damaged ({type(error).__name__}); move {self.part} away, whose tables "
+                "can still be read, and start again"
             ) from None
         if differ:
             raise UserError(
@@ -408,14 +412,22 @@ class Specimens:
 def load_archive(path: Path, device: str = "cpu"):
     """What `torch.save` wrote, tensors and plain values only.
 
-    torch reads past a flipped bit; the CRC-32 that it stored with each tensor finds one. Raises
-    `zipfile.BadZipFile` for an archive that is damaged, and torch's errors.
+    torch reads past a flipped bit; the CRC-32 that it stored with each tensor finds one. The bit
+    that calls a member a folder is in no checksum, and torch would then read nothing, into memory
+    that is not cleared. Raises `zipfile.BadZipFile` for an archive that is damaged, and torch's
+    errors.
     """
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise zipfile.BadZipFile(f"{damaged} has another checksum")
+    require_whole(path)
     return torch.load(path, map_location=device, weights_only=True)
+
+
+def require_whole(path: Path) -> None:
+    """Raise `zipfile.BadZipFile` unless each member of an archive has the checksum it came with."""
+    with zipfile.ZipFile(path) as archive:
+        folders = [m.filename for m in archive.infolist() if m.external_attr & DOS_FOLDER]
+        damaged = [*folders, archive.testzip()][0]
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"{damaged} is not as it was written")
 
 
 def weights_sha256(weights: dict) -> str:

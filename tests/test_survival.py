@@ -178,6 +178,11 @@ def test_an_arm_that_was_not_followed_long_enough_prevents_nothing():
     row = compare_arms(pd.concat([LOW, late]), "low").iloc[1]
     assert row.p == pytest.approx(scipy.stats.fisher_exact([[7, 1], [0, 8]]).pvalue)
     assert row.verdict == "prevents", "7 of 8 had exploded by then"
+    early = FIXED.assign(duration=2650)
+    row = compare_arms(pd.concat([LOW, early]), "low").iloc[1]
+    assert row.p_holm == pytest.approx(scipy.stats.fisher_exact([[6, 2], [0, 8]]).pvalue)
+    assert row.p_holm < 0.05
+    assert row.verdict == "not seen in 8", "only 6 of 8 had, the others later"
 
 
 def test_holm_by_hand():

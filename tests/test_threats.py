@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -26,7 +27,14 @@ from lowprec.studies.stabilised import retrace
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"
-REGISTRY = claims.load(BOOK / "claims.yml")
+FOUND = claims.recorded()
+REGISTRY = {
+    id: SimpleNamespace(
+        **vars(claim) | dict(threats=claim.doubts), doubts=claim.doubts, notebook=claim.page,
+        exploratory=claim.exploratory, threshold=claim.limit, verdict=FOUND[id].verdict,
+    )
+    for id, claim in claims.load().items()
+}  # fmt: skip
 THREATS = (BOOK / "threats.md").read_text()
 SHELF = (BOOK / "shelf.md").read_text()
 PAGES = ("how_to_read", "threats", "shelf")
