@@ -109,6 +109,11 @@ def _open_by(runs: pd.DataFrame, by: float) -> pd.Series:
     return ~runs.exploded.astype(bool) & rose & (runs.duration <= by)
 
 
+def exploded_of(*arms: Arm) -> str:
+    """How many of the runs of these arms exploded, for prose: "4 of 12"."""
+    return f"{sum(arm.exploded for arm in arms)} of {sum(arm.n for arm in arms)}"
+
+
 def load_arms(campaign, arms=()) -> dict[str, Arm]:
     """The arms that a campaign plans, with as much of each as is recorded, perhaps nothing.
 

@@ -11,7 +11,15 @@ import pytest
 import scipy.stats
 
 from lowprec import UserError, claims, runs
-from lowprec.survival import Arm, compare_arms, counted, holm, kaplan_meier, load_arms
+from lowprec.survival import (
+    Arm,
+    compare_arms,
+    counted,
+    exploded_of,
+    holm,
+    kaplan_meier,
+    load_arms,
+)
 
 
 def arm(name, durations, exploded):
@@ -265,6 +273,7 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         assert (low.n, low.exploded, low.complete) == (seed + 1, seed + 1, complete)
         assert low.by_seed[seed].name == f"low-seed{seed}"
         assert not arms["fa2"].complete
+        assert exploded_of(low) == f"{seed + 1} of {seed + 1}" == exploded_of(*arms.values())
     with pytest.raises(UserError, match="no campaign file"):
         load_arms("nowhere")
 
@@ -298,6 +307,8 @@ def test_a_run_that_ends_in_a_rise_counts_neither_way():
     assert counted(table, rise.onset - 1) == (0, len(table))
     centred = load_arms("remedies")["low_centred"]
     assert centred.rising == 1 and centred.exploded == 0
+    both = centred, load_arms("mini")["low"]
+    assert exploded_of(*both) == f"8 of {8 + centred.n}" and exploded_of() == "0 of 0"
     assert Arm("-", centred.config, (0,), None).rising == 0
     low = runs.load_runs("mini")
     assert counted(low[low.arm == "low"]) == (8, 8)
