@@ -51,11 +51,16 @@ def _move_lead(nb) -> None:
             return
 
 
-def dropdown(title: str, text: str) -> str:
-    """Text under a title that unfolds it, in MyST."""
-    longest = max(map(len, re.findall(r"^\s*(:+)", text, re.MULTILINE)), default=0)
+def directive(kind: str, title: str, text: str) -> str:
+    """A directive of MyST, its fence longer than those inside."""
+    longest = max(map(len, re.findall(r"^\s*(:{3,})", text, re.MULTILINE)), default=0)
     fence = ":" * max(3, longest + 1)
-    return f"{fence}{{dropdown}} {title}\n{text.strip()}\n{fence}"
+    return f"{fence}{{{kind}}} {title}\n{text.strip()}\n{fence}"
+
+
+def dropdown(title: str, text: str) -> str:
+    """A text under a title that unfolds it."""
+    return directive("dropdown", title, text)
 
 
 def _folded(title: str, text: str, id: str):
@@ -115,7 +120,7 @@ def found(result) -> str:
     if result.value is None:
         return result.measured()
     if result.claim.parsed.counts:
-        return result.count
+        return f"{result.count} {result.claim.unit}".rstrip()
     return f"{result.text}, n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{result.size}"
 
 
@@ -135,18 +140,16 @@ def box(result) -> str:
     claim = result.claim
     doubt = f"*Doubt it first for: {', '.join(threat_links(claim))}.* " if claim.doubts else ""
     gloss = f" *{claim.gloss}*" if claim.gloss else ""
-    name = f"\n:name: claim-{claim.id}" if result.registered else ""
+    name = f":name: claim-{claim.id}\n" if result.registered else ""
     judged = dropdown("How it was judged", result.judged())
-    return f"""::::{{admonition}} {result.verdict.capitalize()}: {found(result)}
-:class: {BOXES[result.verdict]}{name}
-
+    text = f""":class: {BOXES[result.verdict]}
+{name}
 {claim.sentence}{gloss}
 
 {doubt}`{claim.id}`
 
-{judged}
-::::
-"""
+{judged}"""
+    return directive("admonition", f"{result.verdict.capitalize()}: {found(result)}", text) + "\n"
 
 
 # The line of place

@@ -5,7 +5,9 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lowprec import form, notebook
-from lowprec.words import FIGURE_MIME
+from lowprec.registry import parse
+from lowprec.verdicts import Result
+from lowprec.words import CLAIM_MIME, FIGURE_MIME
 
 HEAD = "# What carries it\n\n**Question.** Which one?\n\n**Answer.** This one does."
 
@@ -27,6 +29,14 @@ def text(source, *tags):
     made = new_markdown_cell(source)
     made.metadata["tags"] = list(tags)
     return made
+
+
+def verdict(id, weight="support", rule="count of runs that explode == 0", page="11_the_explosion",
+            value=0, verdict="supported", shown=False):  # fmt: skip
+    entry = dict(id=id, sentence=f"No {id}.", rule=rule, needs=8, weight=weight, threats=["length"])
+    result = Result(parse(entry, page), verdict, value, 8, shown=shown)
+    data = {"text/markdown": result.markdown(), CLAIM_MIME: result.as_dict()}
+    return new_output("display_data", data=data)
 
 
 def page_of(*cells, name="11_the_explosion", parameters=None):
@@ -114,3 +124,56 @@ def test_roles_and_targets_are_not_words():
     assert form.words("{term}`a run <run>` and {doc}`/x/y`\n\n(claim-a)=") == [
         "a", "run", "and", "/x/y",
     ]  # fmt: skip
+
+
+# Verdicts
+
+
+def test_a_key_claim_is_a_box_in_its_place():
+    page = page_of(cell("check()", verdict("a", "key")))
+    (shown,) = page.cells[1].outputs
+    lines = shown.data["text/markdown"].split("\n")
+    assert lines[:5] == [
+        "::::{admonition} Supported: 0 of 8 runs", ":class: tip", ":name: claim-a", "", "No a.",
+    ]  # fmt: skip
+    assert lines[6].endswith("{ref}`length <threat-length>`, {ref}`after <threat-after>`.* `a`")
+    assert lines[8] == ":::{dropdown} How it was judged" and lines[-2:] == ["::::", ""]
+    assert "Supported if equal to 0." in lines[9]
+
+
+def test_the_other_claims_are_one_fold_at_the_end():
+    rule = "max over runs of loss <= 2"
+    some = (
+        verdict("a"), verdict("b", "check", rule, value=3.5, verdict="refuted"),
+        verdict("c", "key"), verdict("d", shown=True),
+    )  # fmt: skip
+    page = page_of(cell("check()", *some), text("## Last"))
+    assert len(page.cells[1].outputs) == 1
+    n = "n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}8 runs"
+    assert page.cells[3].source == (
+        ":::{dropdown} 3 more claims of this page: 2 supported, 1 refuted\n"
+        "- (claim-a)=\n  **supported**: No a. 0 of 8 runs. `a`\n\n"
+        f"- (claim-b)=\n  **refuted**: No b. 3.5, {n}. `b`\n\n"
+        "- **supported**: No d. 0 of 8 runs. `d`\n:::"
+    )
+    assert page.cells[4].source.startswith(":::{dropdown} Rerun")
+    assert [v["claim"]["id"] for v in page.metadata["lowprec"]["verdicts"]] == ["a", "b", "c", "d"]
+
+
+def test_a_hypothesis_of_a_fork_is_a_box_without_a_target():
+    page = page_of(cell("judge()", verdict("a", page="")), name="forks/mine")
+    box = page.cells[1].outputs[0].data["text/markdown"]
+    assert box.startswith("::::{admonition} Supported: 0 of 8 runs\n:class: tip\n\nNo a.")
+
+
+def test_with_parameters_of_ones_own_verdicts_stay_where_they_are():
+    page = page_of(cell("check()", verdict("a"), verdict("b")), parameters={"seed": 3})
+    texts = [o.data["text/markdown"] for o in page.cells[1].outputs]
+    assert all("Measured with seed=3" in text and "{" not in text for text in texts)
+    assert len(texts) == 2 and "more claims" not in page.cells[-2].source
+
+
+def test_what_was_measured_is_said_even_if_it_is_nothing():
+    page = page_of(cell("check()", verdict("a", "key", value=None, verdict="not run")))
+    box = page.cells[1].outputs[0].data["text/markdown"]
+    assert box.startswith("::::{admonition} Not run: not yet, 8 of 8 recorded\n:class: note")
