@@ -141,9 +141,7 @@ def of_paper(registry: dict[str, Claim], said: list[dict], found: dict[str, Resu
         lines.append(f"**{statement['says']}** {statement['where']}.\n")
         for claim in tests[statement["id"]]:
             if results is None:
-                name = claim.page.rpartition("/")[2]
-                name = name[:2] if name[:2].isdecimal() else name
-                more = f" ([{name}](notebooks/{claim.page}.ipynb))"
+                more = f" ({_source_link(claim)})"
             else:
                 n = results[claim.id].n if claim.id in results else 0
                 more = (
@@ -255,6 +253,24 @@ def with_claims(text: str, registry: dict[str, Claim], said: list[dict],
     head, rest = text.split(start)
     listed = f"{of_paper(registry, said, found)}\n{counts(registry, found)}"
     return f"{head}{start}\n{listed}{end}{rest.split(end)[1]}"
+
+
+def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
+    """The claims that are headlines as a numbered list, those of one number in one item."""
+    numbers = sorted({claim.headline for claim in registry.values() if claim.headline})
+    items = []
+    for place in numbers:
+        some = [found[id] for id, claim in registry.items() if claim.headline == place]
+        pages = dict.fromkeys(_source_link(result.claim) for result in some)
+        words = " ".join(result.headline for result in some)
+        items.append(f"{place}. {words} ({', '.join(pages)})\n")
+    return "".join(items)
+
+
+def _source_link(claim: Claim) -> str:
+    """The number of a claim's page, or its name, linked to the notebook."""
+    name = claim.page.rpartition("/")[2]
+    return f"[{name[:2] if name[:2].isdecimal() else name}](notebooks/{claim.page}.ipynb)"
 
 
 def status(root: Path) -> str:

@@ -25,7 +25,6 @@ import numpy as np
 import pandas as pd
 
 from lowprec import UserError
-from lowprec.policy import PrecisionPolicy
 
 METRICS = ("step", "loss", "grad_norm", "lr")
 PROBES = (
@@ -93,7 +92,10 @@ class Run:
         return self.path.name
 
     @property
-    def policy(self) -> PrecisionPolicy:
+    def policy(self):
+        """What it was trained with, a `lowprec.policy.PrecisionPolicy`."""
+        from lowprec.policy import PrecisionPolicy  # here, because reading runs needs no torch
+
         return PrecisionPolicy.parse(self.info["config"]["policy"])
 
     @property

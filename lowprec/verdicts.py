@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -67,9 +68,15 @@ class Result:
         return f"{number(value)} of {number(self.n)}"
 
     @property
+    def headline(self) -> str:
+        """The words of a claim that is a headline, filled in."""
+        count = self.count if self.claim.parsed.counts else ""
+        return self.claim.words.format(count=count, value=_Shown(self.value), n=_Shown(self.n))
+
+    @property
     def size(self) -> str:
         """n with its unit, without what the unit is of."""
-        unit = self.claim.unit.partition(" of ")[0]
+        unit = re.split(" (?:of|with) ", self.claim.unit)[0]
         if self.n == 1:
             unit = unit.removesuffix("s")
         return f"{self.n:,} {unit}".rstrip()
@@ -149,6 +156,13 @@ class Result:
             "text/markdown": self.markdown(),
             CLAIM_MIME: self.as_dict(),
         }
+
+
+class _Shown(float):
+    """A number that reads as prose prints it, unless a format is asked for."""
+
+    def __format__(self, form: str) -> str:
+        return super().__format__(form) if form else number(self)
 
 
 def threat_links(claim: Claim) -> list[str]:
