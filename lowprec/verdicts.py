@@ -94,7 +94,7 @@ class Result:
         if self.value is None:
             return f"nothing to measure once all is recorded, n = {self.size}{need}"
         if c.parsed.quantifier == "count":
-            return f"{c.metric}: {self.count}{need}"
+            return f"{c.metric.removeprefix('count of ')}: {self.count}{need}"
         value = number(self.value, exact=True) if c.parsed.is_exact else self.text
         return f"{c.metric}: {value}, n = {self.size}{need}"
 
@@ -145,10 +145,12 @@ class Result:
         return cls(**{**record, "claim": Claim(**record["claim"]), "interval": interval})
 
     def as_lock(self) -> dict:
-        """Its entry in the lock of its page."""
-        entry = {"verdict": self.verdict, "value": self.value, "n": self.n}
+        """Its entry in the lock of its page, to six digits; in full where the rule asks for one
+        fraction."""
         more = {"interval": self.interval and list(self.interval), "by": self.by}
-        return rounded(entry | {key: value for key, value in more.items() if value})
+        more = {key: rounded(value) for key, value in more.items() if value}
+        value = self.value if self.claim.parsed.is_exact else rounded(self.value)
+        return {"verdict": self.verdict, "value": value, "n": self.n} | more
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         return {

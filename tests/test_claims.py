@@ -15,7 +15,7 @@ import pytest
 import yaml
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lowprec import UserError, claims, pages, registration
+from lowprec import UserError, claims, notebook, pages, registration
 from lowprec.notebook import as_page
 from lowprec.words import CLAIM_MIME
 
@@ -89,7 +89,7 @@ def test_units_give_value_n_and_the_list(folder, kind):
     result = judged(folder, EXPLODES, kind(SEEDS))
     assert (result.verdict, result.value, result.n, result.count) == ("supported", 3, 4, "3 of 4")
     assert result.by == {"0": True, "1": True, "2": False, "3": True}
-    assert "count of seeds that explode: 3 of 4" in result.markdown()
+    assert "Measured: seeds that explode: 3 of 4" in result.markdown()
     assert "Not counted: 2" in result.markdown()
     share = {**EXPLODES, "rule": "share of seeds that explode == 1"}
     result = judged(folder, share, kind(SEEDS))
@@ -370,6 +370,28 @@ def test_a_fork_needs_no_entry():
         claims.judge(hypothesis, 1, 8, (2, 1))
 
 
+def test_a_page_shows_what_it_checks_and_what_another_found(tmp_path):
+    """In a real kernel: one output a claim, and none for the value of the last line."""
+    value = claims.recorded()["addition-worked-example"].value
+    code = "from lowprec import claims"
+    checks = f"claims.check(addition_worked_example={value})"
+    sources = (code, checks, "claims.show('bias-once')")
+    cells = [new_markdown_cell("# A"), new_code_cell('profile: str = "recorded"')]
+    cells[1].metadata["tags"] = ["parameters"]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    cells += map(new_code_cell, sources)
+    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": kernel}), tmp_path / "a.ipynb")
+    page = notebook.execute(tmp_path / "a.ipynb", tmp_path / "out.ipynb")
+    outputs = [cell.outputs for cell in page.cells if cell.cell_type == "code"]
+    assert [len(some) for some in outputs] == [0, 0, 1, 1]
+    results = [claims.Result.from_dict(some[0].data[CLAIM_MIME]) for some in outputs[2:]]
+    assert [(r.claim.id, r.registered) for r in results] == [
+        ("addition-worked-example", True), ("bias-once", False),
+    ]  # fmt: skip
+    boxes = [some[0].data["text/markdown"] for some in outputs[2:]]
+    assert ":name: claim-addition-worked-example" in boxes[0] and ":name:" not in boxes[1]
+
+
 # Locks
 
 
@@ -411,6 +433,11 @@ def test_a_lock_has_a_line_a_claim_with_six_digits(accepted):
     again = (notebooks / "36_bias.lock.json").read_bytes()
     assert claims.accept("36_bias", notebooks.parent) == []
     assert (notebooks / "36_bias.lock.json").read_bytes() == again
+
+
+def test_a_lock_has_a_number_in_full_where_the_rule_does(folder):
+    result = judged(folder, {**ENTRY, "rule": "error == -0.7890625", "needs": 1}, -0.7890625)
+    assert (result.verdict, result.as_lock()["value"]) == ("supported", -0.7890625)
 
 
 def test_a_lock_keeps_what_each_unit_gave(folder):
@@ -739,8 +766,12 @@ def test_headlines_are_filled_in(repository, folder):
     given = dict(bias=claims.Measured(-0.25, 8), size=claims.Measured(0.125, 8))
     execute(repository, *claims.check(folder=notebooks, low_explodes=SEEDS, **given))
     claims.accept("36_bias", repository)
-    lines = pages.headlines(claims.load(notebooks), claims.recorded(notebooks)).splitlines()
-    assert lines == [
+    readme = repository / "README.md"
+    readme.write_text(readme.read_text() + "{}\n{}\nThe end.\n".format(*pages.FINDINGS))
+    pages.write(repository)
+    text = readme.read_text()
+    assert text.endswith(f"{pages.FINDINGS[1]}\nThe end.\n")
+    assert text.split(pages.FINDINGS[0])[1].split(pages.FINDINGS[1])[0].splitlines()[1:] == [
         "1. **Loud.** 3 of 4 explode. ([36](notebooks/36_bias.ipynb))",
         "2. **Small.** It is −0.25 ulp, or 12.5%, in 8 sums. ([36](notebooks/36_bias.ipynb))",
     ]
