@@ -19,6 +19,7 @@ import pandas as pd
 from scipy import stats
 
 from lowprec import UserError, claims
+from lowprec.plan import load_campaign
 from lowprec.runs import campaign_folder, load_runs, require_arms, run_paths
 from lowprec.verdicts import Result
 
@@ -120,8 +121,6 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
     campaign: its name in data/runs, or its folder. arms: those that it must plan. Raises
     `UserError` as `load_campaign` and `load_runs` do, but not for runs that are still to come.
     """
-    from lowprec.campaign import load_campaign
-
     folder = campaign_folder(campaign)
     planned: dict[str, list] = {}
     for job in load_campaign(folder / "campaign.yaml"):

@@ -218,7 +218,7 @@ def built(tmp_path):
     sources = (
         "notebooks/11_a.ipynb", "notebooks/12_b.ipynb", "notebooks/profiles/recorded.yaml",
         "notebooks/profiles/gpu.yaml", "lowprec/formats.py", "data/run.parquet",
-        "book/claims.yml", "book/intro.md", "README.md",
+        "notebooks/11_a.claims.yml", "book/intro.md", "README.md",
     )  # fmt: skip
     products = (
         ".venv/.stamp", "book/executed/11_a.ipynb", "book/executed/12_b.ipynb",
