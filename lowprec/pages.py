@@ -8,8 +8,8 @@ book/_generated/threat-WORD.md       the claims to doubt for one threat, folded
 book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
 book/status.md                       page x profile x date x hardware x duration x verdicts
-README.md                            the paper's statements and the counts, and the headlines, each
-                                     between two markers, and the facts in its marks (`lowprec.facts`)
+README.md                            the paper's statements, the counts and the headlines between
+                                     markers, and the facts in its marks (`lowprec.facts`)
 """
 
 from __future__ import annotations
