@@ -2,8 +2,10 @@
 
 A page says `facts(low="8 of 8", share=0.031)`, and `lowprec.notebook.execute` fills {low} and
 {share:.0%} in its Markdown cells. {explosion_low_happens.count} is a field of a claim that the page
-checks. A document, which no kernel fills, takes the same from the page's lock. So no number of a
-result is typed, and a name that nothing gives, or that nothing uses, stops the build.
+checks. A document, which no kernel fills, takes the same from the pages' locks: one of book/ says
+`{{ fact("11_the_explosion", "low") }}` (`lowprec.book`), and README.md, read as it is, has the text
+between `<!--fact 11_the_explosion.low-->` and `<!--/-->` renewed. So no number of a result is
+typed, and a name that nothing gives, or that nothing uses, stops the build.
 """
 
 from __future__ import annotations
@@ -93,22 +95,22 @@ def fill(text: str, values: dict, claims: dict, where: str) -> tuple[str, set[st
         if found["name"] is None:
             return found[0]
         name, _, part = found["name"].partition(".")
-        known = {id.replace("-", "_"): claim for id, claim in claims.items()} if part else values
-        name = name.replace("-", "_")
-        if name not in known:
-            raise UserError(f"{where} says {found[0]}, and {_unknown(name, known, part)}")
+        name, form = name.replace("-", "_"), found["form"] or ""
         if part:
-            return shown(field(known[name], part), found["form"] or "")
+            known = {id.replace("-", "_"): claim for id, claim in claims.items()}
+            return shown(field(_one(name, known, f"{where} checks no claim"), part), form)
         used.add(name)
-        return shown(values[name], found["form"] or "")
+        return shown(_one(name, values, f"{where} publishes no fact"), form)
 
     return PLACEHOLDER.sub(put, text), used
 
 
-def _unknown(name: str, known, part: str) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    kind = "checks no such claim" if part else "publishes no such fact"
-    return f"it {kind}" + (f": did you mean {close[0]}?" if close else "")
+def _one(name: str, known: dict, lacking: str):
+    """known[name]; raises `UserError` that says what is lacking, and the nearest name."""
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        raise UserError(f"{lacking} {name}" + (f": did you mean {close[0]}?" if close else ""))
+    return known[name]
 
 
 def collect(outputs: list) -> dict:
@@ -121,7 +123,43 @@ def collect(outputs: list) -> dict:
     return values
 
 
-CITED = re.compile(r"""\bfact\(\s*["'](\w+)["']\s*,\s*["'](\w+)["']|<!--\s*fact (\w+)\.(\w+)""")
+# In documents, from the locks
+
+
+def locked_fact(page: str, name: str, form: str = "") -> str:
+    """A fact of a page as prose prints it; raises `UserError` for one that its lock has not."""
+    from lowprec.claims import lock
+
+    return shown(_one(name, lock(page)["facts"], f"the lock of {page} has no fact"), form)
+
+
+def locked_claim(id: str, part: str, form: str = "") -> str:
+    """A field of a claim as its page last found it, as prose prints it."""
+    from lowprec.claims import recorded
+
+    return shown(field(_one(id, recorded(), "no lock has a claim"), part), form)
+
+
+MARKED = re.compile(
+    r"(?P<head><!--(?P<kind>fact|claim) (?P<of>[\w/-]+)\.(?P<name>\w+)(?::(?P<form>[^>]*))?-->)"
+    r".*?(?P<end><!--/-->)",
+    re.DOTALL,
+)
+
+
+def renewed(text: str) -> str:
+    """A document with what stands between its marks as the locks have it."""
+
+    def put(found: re.Match) -> str:
+        said = locked_fact if found["kind"] == "fact" else locked_claim
+        return found["head"] + said(found["of"], found["name"], found["form"] or "") + found["end"]
+
+    return MARKED.sub(put, text)
+
+
+CITED = re.compile(
+    r"""\bfact\(\s*["']([\w/-]+)["']\s*,\s*["'](\w+)["']|<!--fact ([\w/-]+)\.(\w+)"""
+)
 
 
 def documents(root: Path) -> list[Path]:

@@ -390,6 +390,15 @@ def write_manifest(root: Path | None = None) -> Path:
     return path
 
 
+def accept_file(path: Path) -> None:
+    """Record one file of data/ in the manifest as it is now, and no other."""
+    root = data_root()
+    manifest = root / "manifest.json"
+    entries = json.loads(manifest.read_text())
+    entries[path.relative_to(root).as_posix()] = sha256(path)
+    manifest.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+
+
 def verify(root: Path | None = None) -> int:
     """Check every file of data/ against the manifest; return how many there are.
 
