@@ -24,8 +24,8 @@ import json
 import re
 from pathlib import Path
 
-from lowprec import UserError, registration
-from lowprec.locks import alike, read_lock, rounded, write_lock
+from lowprec import UserError, reads, registration
+from lowprec.locks import alike, lock_path, read_lock, rounded, write_lock
 from lowprec.registry import Claim, load, pages_folder, parse
 from lowprec.verdicts import Measured, Result
 from lowprec.words import minus, number
@@ -67,9 +67,9 @@ def check(
     """
     registry = load(folder)
     if id is not None:
-        claim = _named(id, registry)
+        claim = _named(id, registry, folder)
         return _result(claim, Measured(value, n, interval), note, complete, settled)
-    results = Results(_judged(_named(name.replace("_", "-"), registry), given)
+    results = Results(_judged(_named(name.replace("_", "-"), registry, folder), given)
                       for name, given in measured.items())  # fmt: skip
     _display(results)
     return results
@@ -81,11 +81,12 @@ def _display(results) -> None:
     display(*results)
 
 
-def _named(id: str, registry: dict[str, Claim]) -> Claim:
+def _named(id: str, registry: dict[str, Claim], folder: Path | None) -> Claim:
     if id not in registry:
         close = difflib.get_close_matches(id, registry, n=1)
         hint = f": did you mean {close[0]!r}?" if close else " beside a notebook"
         raise UserError(f"there is no claim {id!r}{hint}")
+    reads.note(Path(folder or pages_folder()) / f"{registry[id].page}.claims.yml")
     return registry[id]
 
 
@@ -207,10 +208,12 @@ def show(*ids: str, folder: Path | None = None) -> None:
     results = recorded(folder)
     registry = load(folder)
     for id in ids:
-        if _named(id, registry).id not in results:
+        page = _named(id, registry, folder).page
+        reads.note(lock_path(page, Path(folder or pages_folder())))
+        if id not in results:
             raise UserError(
                 f"claim {id} has no verdict yet: run `make book`, then `python -m lowprec claims "
-                f"--accept {registry[id].page}`"
+                f"--accept {page}`"
             )
     _display([dataclasses.replace(results[id], shown=True) for id in ids])
 
@@ -315,7 +318,7 @@ def accept(page: str, root: Path) -> list[str]:
         if result.registered and result.claim.page == page:
             then = held["claims"].get(result.claim.id, {})
             entries[result.claim.id] = result.as_lock() | _first_run(
-                _named(result.claim.id, registry), result, then, root
+                _named(result.claim.id, registry, folder), result, then, root
             )
     facts = rounded(about.get("facts", {}))
     write_lock(page, folder, entries, facts)

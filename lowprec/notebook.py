@@ -24,7 +24,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from lowprec import UserError, facts, form
+from lowprec import UserError, facts, form, reads
 from lowprec.words import CLAIM_MIME, FACTS_MIME, FIGURE_MIME, PROFILES
 
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
@@ -139,22 +139,59 @@ def require_gpu(profile: str) -> None:
 # Execution
 
 
-def execute(source: Path, output: Path, profile: str = "recorded", parameters: dict | None = None):
+def execute(source: Path, output: Path, profile: str = "recorded", parameters: dict | None = None,
+            depfile: Path | None = None):  # fmt: skip
     """Execute `source` with a profile and write `output`, a page without traces of the machine.
 
-    The output is replaced only by a whole execution. `parameters` win over the profile's.
+    The output is replaced only by a whole execution. `parameters` win over the profile's. depfile:
+    where to write, for make, what the page has read; the page then has the time of its start, so
+    that what changes meanwhile is newer.
     Returns the notebook. Raises `UserError` with the sentence of the failing cell, or for a verdict
     that is not the recorded one, and papermill's error with the cell's traceback if it failed for
     another reason.
     """
     import nbformat
-    import papermill
-    from papermill.exceptions import PapermillExecutionError
-    from traitlets.config import Config
 
     from lowprec import runs
 
-    source, output = Path(source), Path(output)
+    source, output, started = Path(source), Path(output), time.time()
+    _check_paths(source, output)
+    runs.make_folder(output.parent)
+    values = {**_profile_values(profile), **(parameters or {})}
+    root = runs.repo_root()
+    with tempfile.TemporaryDirectory() as scratch:
+        nb = _run(source, values, Path(scratch), root)
+        read = reads.dependencies(Path(scratch) / "reads", root)
+    name = f"forks/{source.stem}" if source.parent.name == "forks" else source.stem
+    nb = as_page(nb, name, profile, time.time() - started, parameters)
+    text = nbformat.writes(nb) + "\n"
+
+    def put(path: Path) -> None:
+        runs.make_folder(path.parent)
+        runs.write_atomic(path, lambda file: file.write(text.encode()))
+        if depfile:
+            os.utime(path, (started, started))
+
+    if depfile:
+        rule = reads.rule(output, read)
+        runs.write_atomic(Path(depfile), lambda file: file.write(rule.encode()))
+    if profile == "recorded" and not parameters:
+        from lowprec import claims
+
+        about = nb.metadata["lowprec"]
+        try:
+            claims.compare(name, about["verdicts"], about["facts"])
+        except UserError:  # a page of the book is kept for `claims --accept`
+            if root / "notebooks" in source.resolve().parents:
+                put(root / "build" / "changed" / f"{name}.ipynb")
+            raise
+    put(output)
+    return nb
+
+
+def _check_paths(source: Path, output: Path) -> None:
+    import nbformat
+
     if not source.is_file():
         names = sorted(path.name for path in source.parent.glob("[!_]*.ipynb"))
         close = [name for name in names if name.startswith(source.stem)]
@@ -167,37 +204,27 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
         raise UserError(f"{source} is not a notebook ({type(error).__name__})") from None
     if output.is_dir() or output.resolve() == source.resolve():
         raise UserError(f"{output} is not replaced by a page; name another file for the page")
-    runs.make_folder(output.parent)
-    values = {**_profile_values(profile), **(parameters or {})}
-    start = time.monotonic()
-    # Kernels talk through files of their own: two that start at once cannot take the same port.
-    with tempfile.TemporaryDirectory() as sockets:
-        config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
-        try:
-            nb = papermill.execute_notebook(
-                source, None, parameters=values, kernel_name="python3", progress_bar=False,
-                config=config,
-            )  # fmt: skip
-        except PapermillExecutionError as error:
-            raise _sentence(source, error) or error from None
-    seconds = time.monotonic() - start
-    name = f"forks/{source.stem}" if source.parent.name == "forks" else source.stem
-    nb = as_page(nb, name, profile, seconds, parameters)
-    text = nbformat.writes(nb) + "\n"
-    if profile == "recorded" and not parameters:
-        from lowprec import claims
 
-        about = nb.metadata["lowprec"]
-        try:
-            claims.compare(name, about["verdicts"], about.get("facts"))
-        except UserError:  # a page of the book is kept for `claims --accept`
-            if (root := runs.repo_root() / "notebooks") in source.resolve().parents:
-                changed = root.parent / "build" / "changed" / f"{name}.ipynb"
-                runs.make_folder(changed.parent)
-                runs.write_atomic(changed, lambda file: file.write(text.encode()))
-            raise
-    runs.write_atomic(output, lambda file: file.write(text.encode()))
-    return nb
+
+def _run(source: Path, values: dict, scratch: Path, root: Path):
+    """What papermill returns; what the kernel reads is recorded in the file `reads` of scratch."""
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+    from traitlets.config import Config
+
+    first = f"from lowprec import reads; reads.record({str(scratch / 'reads')!r}, {str(root)!r})"
+    config = Config(
+        # Kernels talk through files of their own: two that start at once cannot take one port.
+        KernelManager={"transport": "ipc", "ip": f"{scratch}/kernel"},
+        NotebookClient={"extra_arguments": [f"--IPKernelApp.exec_lines={first}"]},
+    )
+    try:
+        return papermill.execute_notebook(
+            source, None, parameters=values, kernel_name="python3", progress_bar=False,
+            config=config,
+        )  # fmt: skip
+    except PapermillExecutionError as error:
+        raise _sentence(source, error) or error from None
 
 
 def _profile_values(profile: str) -> dict:
@@ -457,10 +484,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter"
     )
+    parser.add_argument("--depfile", type=Path, help="for make: what the page has read")
     args = parser.parse_args(argv)
     parameters = {name: parse_value(value) for name, value in args.p}
     try:
-        nb = execute(args.source, args.output, args.profile, parameters)
+        nb = execute(args.source, args.output, args.profile, parameters, args.depfile)
     except PapermillExecutionError as error:
         sys.exit(f"{args.source} failed and {args.output} was left as it was.{error}")
     about = nb.metadata["lowprec"]
