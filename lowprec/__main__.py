@@ -165,7 +165,7 @@ def probe(argv: list[str]) -> None:
     """Say whether a model, a checkpoint or a capture is about to fail."""
     import tyro
 
-    from lowprec import affected
+    from lowprec import affected, runs
 
     def command(
         model: tyro.conf.Positional[Path],
@@ -193,13 +193,18 @@ def probe(argv: list[str]) -> None:
                 raise UserError(f"{path} must end in {' or '.join(kinds)}")
             if path and not path.parent.is_dir():
                 raise UserError(f"there is no folder {path.parent} for {path.name}")
+            if path:
+                runs.require_writable(path)
         result = affected.probe(model, text, policy, sequences, length)
-        shown = result.nlargest(10, "share").round(4)
-        print(shown.to_string(index=False), affected.verdict(result), sep="\n\n")
+        shown = result.nlargest(10, "share").to_string(index=False, float_format="{:.3g}".format)
+        print(shown, affected.verdict(result), sep="\n\n")
         if table:
-            result.to_csv(table, index=False)
+            content = result.to_csv(index=False).encode()
+            runs.write_atomic(table, lambda file: file.write(content))
         if figure:
-            affected.figure(result).savefig(figure, facecolor="white")
+            draw, how = affected.figure(result).savefig, dict(facecolor="white")
+            kind = figure.suffix[1:]
+            runs.write_atomic(figure, lambda file: draw(file, format=kind, **how))
 
     columns = "\n".join(f"- {name}: {words}" for name, words in affected.COLUMNS.items())
     about = f"{probe.__doc__}\n\nColumns; it prints the ten heads of largest share:\n{columns}"

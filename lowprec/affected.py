@@ -112,6 +112,10 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
     weights, folder = "the weights given", None
     if isinstance(model, (str, Path)):
         path = runs.at_root(model)
+        if not path.exists() and path.suffix not in (".xz", ".safetensors"):
+            raise UserError(
+                f"there is no {model}; give a folder, config.json, checkpoint.pt or capture"
+            )
         (model, weights), folder = _load(path, seed), path if path.is_dir() else path.parent
     if isinstance(model, Capture):
         return _table([_capture_call(model, policy)], f"{model.path.name}, with its own text")
@@ -298,9 +302,11 @@ def _run(model, tokens, policy) -> list[SimpleNamespace]:
         for hook in hooks:
             hook.remove()
     if not calls:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise UserError(
-            "no attention was called; the probe is for causal language models whose attention goes "
-            "through transformers' registry"
+            f"no attention was called: {kind} has its own, as Bloom, Falcon, GPT-J and GPT-Neo do; "
+            "the probe is for causal language models whose attention goes through transformers' "
+            "registry"
         )
     gradients = torch.autograd.grad(loss, [call.o for call in calls], retain_graph=True)
     for call, do in zip(calls, gradients, strict=True):
@@ -379,11 +385,18 @@ def _load(path: Path, seed: int):
             f"{path} is a run; give its checkpoint.pt if it is unfinished, a file of its .weights/ "
             "or a capture"
         )
-    if not path.exists():
-        raise UserError(f"there is no {path}; give a folder, config.json, checkpoint.pt or capture")
+    weights = any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
+    saved = [p.parent for p in path.glob("checkpoint-*/config.json")]  # by transformers' Trainer
+    if saved and not weights:
+        names = sorted((p.name for p in saved), key=lambda name: (len(name), name))
+        raise UserError(f"{path} has no weights of its own; give one of {', '.join(names)} in it")
     kept = sorted(p.name for kind in ("*.pt", "*.xz") for p in path.glob(kind))
     if kept and not (path / "config.json").is_file():
         raise UserError(f"{path} is a folder; give one file of it: {', '.join(kept)}")
+    if path.is_dir() and not weights:
+        if not (path / "config.json").is_file():
+            raise UserError(f"{path} has no weights and no config.json; give a model's folder")
+        raise UserError(f"{path} has no weights; give its config.json for random ones")
     if path.suffix == ".pt":
         return _checkpoint(path), f"the weights of {path}"
     return _transformers(path, seed)
@@ -414,8 +427,6 @@ def _checkpoint(path: Path) -> GPT:
 
 
 def _transformers(path: Path, seed: int):
-    if path.is_dir() and not any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin")):
-        raise UserError(f"{path} has no weights; give its config.json for random ones")
     with _transformers_reading(path) as hub:
         if path.suffix != ".json":
             return _pretrained(hub, path)
@@ -508,12 +519,25 @@ def _tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Te
     text = Path(text)
     if not text.is_file():
         raise UserError(f"there is no text {text}")
-    ids, how = _encoded(text.read_text(errors="replace"), folder, vocab_size)
+    ids, how = _beginning(text, sequences * length, folder, vocab_size)
     ids = torch.tensor(ids)
     length = min(length, len(ids) // sequences)
     if length * sequences < 4 * BLOCKS:
         raise UserError(f"{text} {few.format(len(ids))} in {sequences} sequences of one length")
     return ids[: sequences * length].view(sequences, length) % vocab_size, f"{text.name}, {how}"
+
+
+def _beginning(path: Path, count: int, folder, vocab_size: int) -> tuple[list[int], str]:
+    """The first `count` tokens of a file and more, or all it has; and by what."""
+    characters = 8 * count
+    while True:
+        with open(path, errors="replace") as file:
+            part = file.read(characters)
+        ids, how = _encoded(part, folder, vocab_size)
+        # what is cut off changes the tokens next to the cut
+        if len(part) < characters or len(ids) >= count + 64:
+            return ids, how
+        characters *= 4
 
 
 def _encoded(text: str, folder, vocab_size: int) -> tuple[list[int], str]:

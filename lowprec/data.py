@@ -250,6 +250,11 @@ def load_tokens(path: Path | str, vocabulary: str = VOCABULARY, verify: bool = T
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise UserError(f"there are no token shards at {path}{_instead(path)}.")
+    if files == [path] and path.suffix != ".safetensors":
+        raise UserError(
+            f"{path} is no token shard; make shards of a text with `python -m lowprec data prepare "
+            f"{path}`, and name their folder."
+        )
     opened = [open_shard(file) for file in files]
     first = opened[0][1]
     for index, (file, (_, header)) in enumerate(zip(files, opened, strict=True)):

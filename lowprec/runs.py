@@ -336,6 +336,18 @@ def make_folder(path: Path) -> None:
         raise UserError(f"cannot make the folder {path}: {error.strerror}; name another") from None
 
 
+def require_writable(path: Path) -> None:
+    """Raise `UserError` now rather than after the work if a file cannot be written there."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "there is a folder of that name")
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; name another place") from None
+
+
 def write_atomic(path: Path, write) -> None:
     """Call `write(open file)`, then give the file its name; an earlier one stays until then."""
     temporary = path.with_name(path.name + ".tmp")
@@ -348,7 +360,10 @@ def write_atomic(path: Path, write) -> None:
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        cause = error  # torch answers a full disk with a sentence of its own
+        while cause.__context__ is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
         raise UserError(
             f"cannot write {path}: {reason}; what was written before is still there"
         ) from None

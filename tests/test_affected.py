@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 
 import pandas as pd
 import pytest
@@ -259,6 +260,37 @@ def test_a_folder_of_weights_or_captures_names_its_files(tmp_path, name):
         affected.probe(tmp_path)
 
 
+def test_a_path_that_is_not_there_is_named_as_it_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="^there is no out/model; give a folder"):
+        affected.probe("out/model")
+
+
+def test_a_folder_of_a_training_by_transformers_names_its_checkpoints(tmp_path):
+    for step in (500, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="give one of checkpoint-500, checkpoint-1000 in it"):
+        affected.probe(tmp_path)
+    (tmp_path / "checkpoint-500" / "config.json").unlink()
+    with pytest.raises(UserError, match="has no weights and no config.json; give a model's folder"):
+        affected.probe(tmp_path / "checkpoint-500")
+
+
+def test_a_long_line_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
+    read, encoded = [], affected._encoded
+    monkeypatch.setattr(affected, "_encoded", lambda t, *how: read.append(t) or encoded(t, *how))
+    path = tmp_path / "a.txt"
+    path.write_text("ab" * 1_000_000)
+    tokens, _ = affected._tokens(path, None, 300, 4, 64, 0)
+    assert tokens.shape == (4, 64) and len(read[0]) == 8 * 256 and len(read) == 1
+    # eight bytes of text a token are not always enough, and a short text is read whole
+    monkeypatch.setattr(affected, "_encoded", lambda t, *_: ([0] * (len(t) // 100), "-"))
+    assert affected._tokens(path, None, 300, 4, 64, 0)[0].shape == (4, 64)
+    path.write_text("ab" * 15_000)
+    assert affected._tokens(path, None, 300, 6, 1000, 0)[0].shape == (6, 50), "all 300"
+
+
 @pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_damaged_file_is_one_sentence(hub, tmp_path, damaged):
     small(hub, "gpt2").save_pretrained(tmp_path)
@@ -438,7 +470,7 @@ def test_sequences_too_short_for_a_mean_score_are_refused():
 def test_a_model_without_a_limit_of_positions(hub):
     """Bloom has none, and its attention goes another way."""
     model = hub.BloomForCausalLM(hub.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1))
-    with pytest.raises(UserError, match="no attention was called.* registry"):
+    with pytest.raises(UserError, match="no attention was called: bloom has its own.* registry"):
         affected.probe(model, length=64)
 
 
@@ -466,6 +498,33 @@ def test_an_output_that_cannot_be_written_is_said_before_any_work(tmp_path, caps
     ):
         assert __main__.main(["probe", "nothing", *words]) == 2
         assert mend in capsys.readouterr().err
+    (tmp_path / "d.png").mkdir()
+    for words in (["--table", "/proc/t.csv"], ["--figure", str(tmp_path / "d.png")]):
+        assert __main__.main(["probe", "nothing", *words]) == 2
+        assert f"cannot write {words[1]}: " in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["d.png"]
+
+
+def test_an_output_that_a_full_disk_cuts_off_is_one_sentence_and_no_file(tmp_path, capsys):
+    capture, table = next(CAPTURES.glob("low-c-seed6-*.xz")), tmp_path / "t.csv"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        assert __main__.main(["probe", str(capture), "--table", str(table)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    shown = capsys.readouterr()
+    assert f"lowprec: cannot write {table}: File too large" in shown.err
+    assert "ALARM" in shown.out and not list(tmp_path.iterdir())
+
+
+def test_a_small_error_is_printed_with_digits(capsys):
+    """A healthy head's is far below the fourth decimal."""
+    capture = CAPTURES / "low-c-healthy-seed6-1230.xz"
+    assert __main__.main(["probe", str(capture)]) == 0
+    head, row = (line.split() for line in capsys.readouterr().out.splitlines()[:2])
+    shown = float(row[head.index("error")])
+    assert shown == pytest.approx(affected.probe(capture).error[0], rel=0.01) and shown > 0
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,8 @@ def test_what_was_not_measured_has_no_verdict(folder):
     notebooks = folder(ENTRY)
     with pytest.raises(UserError, match="claim bias: the measured mean error in ulp is nan"):
         claims.check("bias", math.nan, 8, folder=notebooks)
+    with pytest.raises(UserError, match="claim bias: the measured mean error in ulp is inf"):
+        claims.check("bias", math.inf, 8, folder=notebooks)
     with pytest.raises(UserError, match="claim bias: the interval of mean error in ulp is .*nan"):
         claims.check("bias", 0.5, 8, (0.1, math.nan), folder=notebooks)
 

@@ -430,3 +430,10 @@ def test_importing_data_needs_neither_torch_nor_a_tokenizer():
     script = f"import sys, lowprec.data; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("name", ["my.txt", "my.jsonl", "my"])
+def test_a_text_in_the_place_of_shards_is_to_be_prepared(tmp_path, name):
+    (tmp_path / name).write_text("once upon a time\n" * 100)
+    with pytest.raises(UserError, match=f"my.* is no token shard; make .* data prepare .*/{name}`"):
+        data.load_tokens(tmp_path / name)

@@ -170,6 +170,14 @@ def test_prevents_needs_eight_seeds_and_a_base_that_explodes():
     assert verdict(LOW, one) == "seen in 1 of 8"
 
 
+def test_prevents_needs_a_p_that_bears_the_number_of_arms():
+    """7 of 8 against none has p = 0.0014: enough for one arm, not for 40."""
+    base = LOW.assign(exploded=LOW.seed > 0, duration=np.where(LOW.seed > 0, LOW.duration, 6500))
+    many = pd.concat([base, *(FIXED.assign(arm=f"a{i}") for i in range(40))])
+    assert compare_arms(many, "low", ["a0"]).verdict[1] == "prevents"
+    assert set(compare_arms(many, "low").verdict[1:]) == {"not seen in 8"}
+
+
 def test_an_arm_that_was_not_followed_long_enough_prevents_nothing():
     short = FIXED.assign(duration=[1000] + [6500] * 7)
     row = compare_arms(pd.concat([LOW, short]), "low").iloc[1]
@@ -183,6 +191,9 @@ def test_an_arm_that_was_not_followed_long_enough_prevents_nothing():
     assert row.p_holm == pytest.approx(scipy.stats.fisher_exact([[6, 2], [0, 8]]).pvalue)
     assert row.p_holm < 0.05
     assert row.verdict == "not seen in 8", "only 6 of 8 had, the others later"
+    for last, verdict in ((2699, "not seen in 8"), (2700, "prevents")):
+        row = compare_arms(pd.concat([LOW, FIXED.assign(duration=last)]), "low").iloc[1]
+        assert row.verdict == verdict, "the seventh exploded in step 2,700"
 
 
 def test_holm_by_hand():
@@ -226,6 +237,7 @@ def test_the_recorded_campaign():
         (lambda t: compare_arms(t, "lwo"), "no arm 'lwo'; take one of low, fixed"),
         (lambda t: compare_arms(t, "low", ["low"]), "other arm than the base"),
         (lambda t: compare_arms(t, "low", []), "at least one other"),
+        (lambda t: compare_arms(t, "low", ["fixed", "fixed"]), "each once"),
         (lambda t: compare_arms(t, "low", test="t"), "fisher, logrank or permutation"),
         (lambda t: compare_arms(pd.concat([t, t]), "low"), "seed 0 twice"),
         (lambda t: kaplan_meier(t.drop(columns="duration")), "no column duration"),
@@ -264,6 +276,8 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
     }  # fmt: skip
     assert (arms["fa2"].config.policy, arms["fa2"].config.tile) == ("FA2", 128)
     assert arms["fa2"].by_seed == {}
+    other = pd.DataFrame(dict(seed=[1, 2], exploded=False, duration=9))
+    assert not Arm("low", None, (0, 1), other).complete, "as many, but not those"
 
     mini = runs.data_root() / "runs" / "mini"
     for seed, complete in ((0, False), (1, True)):

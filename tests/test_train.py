@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import struct
@@ -445,6 +446,19 @@ def test_a_full_disk_leaves_what_was_written(tmp_path, monkeypatch):
         train(small(), tmp_path / "a")
     assert len(runs.load_run(tmp_path / ".a.part").metrics) == 2
     assert not list((tmp_path / ".a.part").glob("*.tmp"))
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_is_said_to_be(tmp_path):
+    """A limit on the size of files stands in for it: the write comes back in the middle."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write .*checkpoint.pt: File too large; what w"):
+            train(small(checkpoint_every=2), tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / ".a.part").glob("checkpoint*"))
+    assert len(runs.load_run(tmp_path / ".a.part").metrics) == 2
 
 
 def test_a_full_disk_leaves_no_half_of_the_weights(tmp_path, monkeypatch):
