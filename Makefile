@@ -19,15 +19,15 @@ VENV  := .venv/.stamp
 BOOK  := book/_build/html
 NAMES := $(basename $(notdir $(wildcard notebooks/[0-9][0-9]_*.ipynb)))
 
-# What every executed notebook depends on besides its own source and profile.
-DATA     := $(shell find data -type f -not -path '*/.*')
-EVIDENCE := $(shell find lowprec -name '*.py') $(DATA) book/claims.yml
-# What the pages depend on besides the executed notebooks. _generated and status.md are written
-# from these.
-PAGES := $(filter-out book/status.md,$(wildcard book/*.md book/*.yml book/*.bib book/_static/*)) \
-         README.md
+DATA  := $(shell find data -type f -not -path '*/.*')
+# What the generated pages and the looks of all others depend on.
+BUILDER := $(wildcard book/*.yml book/*.bib book/_static/*) \
+           $(addprefix lowprec/,book.py claims.py facts.py form.py pages.py verdicts.py)
+# What else the book is written from. _generated and status.md are made from it.
+PAGES := $(filter-out book/status.md,$(wildcard book/*.md)) README.md data/README.md \
+         $(shell find notebooks -name '*.claims.yml' -o -name '*.lock.json')
 
-.PHONY: venv book test gpu-check notebooks serve check-book check-links strip clean
+.PHONY: venv book test gpu-check notebooks serve check-book check-links strip clean FORCE
 .DELETE_ON_ERROR:
 
 book: book/_build/.stamp
@@ -44,18 +44,25 @@ gpu-check: $(VENV)
 	  $(if $(RELEASED),--released $(RELEASED))
 	$(PY) -m lowprec verify --write
 
-# One rule a profile: `recorded` is what the book shows, the others go to build/.
+# One rule a profile: `recorded` is what the book shows, the others go to build/. A page leaves
+# beside itself, in .NAME.d, what it has read; one that has not yet is executed.
 folder = $(if $(filter recorded,$(1)),book/executed,build/$(1))
 define execute
-$(call folder,$(1))/%.ipynb: notebooks/%.ipynb notebooks/profiles/$(1).yaml $(EVIDENCE) $(VENV)
-	$(PY) -m lowprec notebook $$< $$@ --profile $(1)
+$(call folder,$(1))/%.ipynb: notebooks/%.ipynb notebooks/profiles/$(1).yaml $(VENV)
+	$(PY) -m lowprec notebook $$< $$@ --profile $(1) --depfile $$(@D)/.$$*.d
 endef
-$(foreach profile,smoke recorded gpu,$(eval $(call execute,$(profile))))
+$(foreach profile,recorded gpu,$(eval $(call execute,$(profile))))
 
-ifneq ($(filter-out smoke recorded gpu,$(PROFILE)),)
-$(error PROFILE is '$(PROFILE)': take smoke, recorded or gpu)
+ifneq ($(filter-out recorded gpu,$(PROFILE)),)
+$(error PROFILE is '$(PROFILE)': take recorded or gpu)
 endif
 notebooks: $(NAMES:%=$(call folder,$(PROFILE))/%.ipynb)
+
+DEPFILES := $(wildcard $(NAMES:%=book/executed/.%.d) $(NAMES:%=build/gpu/.%.d))
+-include $(DEPFILES)
+READ := $(foreach file,$(DEPFILES),$(dir $(file))$(patsubst .%.d,%.ipynb,$(notdir $(file))))
+$(filter-out $(READ),$(NAMES:%=book/executed/%.ipynb) $(NAMES:%=build/gpu/%.ipynb)): FORCE
+FORCE:
 
 # Data that changed is held against its manifest before a page reads it. Order-only: that alone
 # makes no page old.
@@ -65,7 +72,7 @@ build/.verified: $(DATA) $(VENV)
 	$(PY) -m lowprec verify
 	@mkdir -p $(@D) && touch $@
 
-book/_build/.stamp: $(RECORDED) $(PAGES) $(VENV)
+book/_build/.stamp: $(RECORDED) $(PAGES) $(BUILDER) $(VENV)
 	rm -f $(filter-out $(RECORDED),$(wildcard book/executed/*.ipynb))
 	rm -rf $(BOOK)
 	$(PY) -m lowprec claims --write

@@ -1,16 +1,18 @@
-"""Claims: what a page says, the number that decides it, and the verdict.
+"""Claims: what a page says, the rule that decides it, and the verdict.
 
-A claim stands in `book/claims.yml` before it is measured: a sentence, its source, a metric, an
-operator and a threshold, how many observations a verdict needs, and what would refute it. A
-notebook measures and calls `check`; the verdict follows from the rule, not from the author. The
-file records the verdict of the `recorded` profile, and a measurement that disagrees with it fails
-the build: a refuted claim is a result, a verdict that changes unseen is not.
+The claims of `notebooks/NN_slug.ipynb` stand beside it in `NN_slug.claims.yml`, each with the rule
+that was written before it was measured. The page measures and calls `check`; the verdict follows
+from the rule, not from the author. What came out is kept in `NN_slug.lock.json` (`lowprec.locks`),
+and a page that finds something else does not build: a refuted claim is a result, a verdict that
+changes unseen is not.
 
-    not run         the profile cannot measure it, or its runs are not recorded yet
-    inconclusive    fewer observations than the claim needs, be it none once all runs are there, or
-                    an interval that holds the threshold
-    supported       the metric satisfies the operator and the threshold
+    not run         its runs are not recorded yet
+    inconclusive    fewer units than the claim needs, be it none once all runs are there, or an
+                    interval that holds the limit
+    supported       the number satisfies the rule
     refuted         it does not
+
+The keys of a claim are explained in `lowprec.registry`.
 """
 
 from __future__ import annotations
@@ -18,352 +20,346 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
-import math
-import operator
+import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec import UserError, yaml_fault
-from lowprec.words import CLAIM_MIME, PROFILES, minus, number
+from lowprec import UserError, reads, registration
+from lowprec.locks import alike, lock_path, read_lock, rounded, write_lock
+from lowprec.registry import Claim, load, pages_folder, parse
+from lowprec.verdicts import Measured, Result
+from lowprec.words import minus, number
 
-OPERATORS = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-BOXES = {"supported": "tip", "refuted": "danger", "inconclusive": "warning", "not run": "note"}
-VERDICTS = tuple(BOXES)
-WORDS = {"==": "equal to", "!=": "other than", "<": "below", "<=": "at most", ">": "above",
-         ">=": "at least"}  # fmt: skip
+LISTED = 64
+"""Units up to which a verdict keeps what each gave."""
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One entry of claims.yml.
+class Results(list):
+    """The results of one `check`, which has displayed them."""
 
-    source: BibTeX key of who says it, None for this book. tests: the statement of the source that
-    it tests, an id of book/statements.yml. gloss: what a reader of that statement should know of
-    the verdict. n: observations a verdict needs, in claims.yml a number or a number with its unit,
-    "8 runs". profile: the profiles that can measure it. threats: why to doubt it, words of
-    book/threats.md. verdict: the recorded one.
-    """
-
-    id: str
-    sentence: str
-    metric: str
-    operator: str
-    threshold: float
-    refuted_if: str
-    notebook: str
-    n: int
-    source: str | None = None
-    tests: str | None = None
-    gloss: str = ""
-    unit: str = ""
-    profile: tuple[str, ...] = ("recorded",)
-    threats: tuple[str, ...] = ()
-    verdict: str = "not run"
-
-    def __post_init__(self):
-        for field in ("profile", "threats"):
-            words = getattr(self, field)
-            object.__setattr__(self, field, (words,) if isinstance(words, str) else tuple(words))
-        self._one_of("operator", OPERATORS)
-        self._one_of("verdict", VERDICTS)
-        for profile in self.profile:
-            if profile not in PROFILES:
-                raise UserError(f"claim {self.id}: profile {profile!r} is none of {PROFILES}")
-        if not isinstance(self.threshold, int | float):
-            raise UserError(f"claim {self.id}: threshold {self.threshold!r} is not a number")
-        if type(self.n) is not int or self.n < 1:
-            raise UserError(f"claim {self.id}: n {self.n!r} is not a number of observations")
-
-    def _one_of(self, field: str, valid) -> None:
-        if getattr(self, field) not in valid:
-            raise UserError(
-                f"claim {self.id}: {field} {getattr(self, field)!r} is none of {', '.join(valid)}"
-            )
-
-    @property
-    def exploratory(self) -> bool:
-        """Found in the very data that judge it, so a lead and not a test."""
-        return "after" in self.threats
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the rule asks for one fractional number, which is then shown in full."""
-        return self.operator == "==" and not float(self.threshold).is_integer()
-
-    def sourced(self, source: str | None) -> str:
-        """Whose the sentence is. One that needs a gloss is not its source's own."""
-        return f"{'Tests a statement of' if self.gloss else 'Source:'} {source or 'this book'}"
-
-    def verdict_on(self, value, n: int, interval=None, profile: str = "recorded",
-                   complete: bool = False, settled: bool = False) -> str:  # fmt: skip
-        """The verdict that the rule gives for a measured value; see the module's docstring."""
-        if profile not in self.profile:
-            return "not run"
-        if value is None or n == 0:
-            return "inconclusive" if complete else "not run"
-        if not math.isfinite(value):
-            raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
-        if interval is not None and any(map(math.isnan, interval)):
-            raise UserError(f"claim {self.id}: the interval of {self.metric} is {interval}")
-        if n < self.n and not settled:
-            return "inconclusive"
-        if interval is not None and interval[0] < self.threshold < interval[1]:
-            return "inconclusive"
-        return "supported" if OPERATORS[self.operator](value, self.threshold) else "refuted"
+    def _ipython_display_(self) -> None:
+        pass
 
 
-@dataclass(frozen=True)
-class Result:
-    """A claim and its measurement. Displays as its verdict in words; `str()` gives one line."""
-
-    claim: Claim
-    verdict: str
-    value: float | None
-    n: int
-    interval: tuple[float, float] | None = None
-    profile: str = "recorded"
-    note: str | None = None
-    registered: bool = True
-
-    @property
-    def text(self) -> str:
-        """The measured value for prose, with its interval."""
-        if self.value is None:
-            return "nothing to measure"
-        text = number(self.value)
-        if self.interval is not None:
-            text += f" [{number(self.interval[0])}, {number(self.interval[1])}]"
-        return text
-
-    @property
-    def size(self) -> str:
-        """n with its unit."""
-        unit = self.claim.unit.removesuffix("s") if self.n == 1 else self.claim.unit
-        return f"{self.n:,} {unit}".rstrip()
-
-    def __str__(self) -> str:
-        return f"{self.verdict}: {self.claim.sentence} ({self.measured()})"
-
-    def measured(self) -> str:
-        c = self.claim
-        if self.verdict == "not run":
-            if self.profile in c.profile:
-                return f"not yet, {self.n} of {c.n} recorded" if self.n else "not recorded yet"
-            return f"needs profile {' or '.join(c.profile)}"
-        size, need = self.size, ""
-        if self.n < c.n:
-            if self.verdict == "inconclusive":
-                need = f", {c.n:,} needed"
-            else:
-                size = f"{self.n:,} of {c.n:,} {c.unit}".rstrip()
-        if self.value is None:
-            return f"nothing to measure once all is recorded, n = {size}{need}"
-        value = number(self.value, exact=True) if c.is_exact else self.text
-        return f"{c.metric}: {value}, n = {size}{need}"
-
-    def markdown(self) -> str:
-        """The verdict in words: what was claimed, measured, and what would refute it."""
-        c = self.claim
-        return self._paragraphs(f"**{self.verdict.capitalize()}.** {c.sentence}", c.source)
-
-    def myst(self, target: bool = False) -> str:
-        """The same for a page of the book: a box in the verdict's colour, the source a citation and
-        each threat a link. target: other pages link to this box, as claim-ID."""
-        c = self.claim
-        source = c.source and f"{{cite:t}}`{c.source}`"
-        body = self._paragraphs(c.sentence, source, threat_links(c))
-        head = f":::{{admonition}} {self.verdict.capitalize()}\n:class: {BOXES[self.verdict]}\n"
-        return f"{head}{f':name: claim-{c.id}' if target else ''}\n{body}\n:::\n"
-
-    def _paragraphs(self, sentence: str, source: str | None, threats=None) -> str:
-        c = self.claim
-        rule = (
-            f"Measured: {self.measured()}. Supported if {WORDS[c.operator]} "
-            f"{number(c.threshold, c.is_exact)}. "
-            f"Would refute it: {c.refuted_if.rstrip('.')}. {c.sourced(source)}."
-        )
-        if c.exploratory:
-            rule += " Exploratory: the rule was chosen after seeing these data."
-        if c.threats:
-            rule += f" Doubt it first for: {', '.join(threats or c.threats)}."
-        gloss = f" *{c.gloss}*" if c.gloss else ""
-        return "\n\n".join(filter(None, (sentence + gloss, rule, self.note)))
-
-    def as_dict(self) -> dict:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, record: dict) -> Result:
-        interval = record["interval"] and tuple(record["interval"])
-        return cls(**{**record, "claim": Claim(**record["claim"]), "interval": interval})
-
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        return {
-            "text/plain": str(self),
-            "text/markdown": self.markdown(),
-            CLAIM_MIME: self.as_dict(),
-        }
-
-
-def threat_links(claim: Claim) -> list[str]:
-    """The threats of a claim, as links to their sections of book/threats.md."""
-    return [threat_link(word) for word in claim.threats]
-
-
-def threat_link(word: str) -> str:
-    return f"{{ref}}`{word} <threat-{word.lower()}>`"
-
-
-def load(path: Path | None = None) -> dict[str, Claim]:
-    """The claims of book/claims.yml by id, in its order."""
-    if path is None:
-        from lowprec.runs import repo_root
-
-        path = repo_root() / "book" / "claims.yml"
-    try:
-        return dict(_read(Path(path), Path(path).stat().st_mtime_ns))
-    except OSError:
-        raise UserError(f"there are no claims at {path}; restore it from git") from None
-
-
-@functools.lru_cache(maxsize=4)
-def _read(path: Path, changed: int) -> dict[str, Claim]:
-    """Read once, not at each of a page's twenty claims."""
-    import yaml
-
-    try:
-        entries = yaml.safe_load(path.read_text()) or []
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path.name} is not valid YAML: {yaml_fault(error)}") from None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path.name} must be a list of claims, each with its keys")
-    threats = path.with_name("threats.md")
-    text = threats.read_text() if threats.is_file() else ""
-    labels = re.findall(r"^\(threat-(\w+)\)=$", text, re.MULTILINE)
-    claims: dict[str, Claim] = {}
-    for entry in entries:
-        claim = parse(entry)
-        for word in claim.threats:
-            if labels and word.lower() not in labels:
-                raise UserError(
-                    f"claim {claim.id}: {word!r} is no threat of threats.md; those are "
-                    f"{', '.join(labels)}"
-                )
-        if claim.id in claims:
-            raise UserError(f"claim {claim.id} stands twice in {path.name}: rename one")
-        claims[claim.id] = claim
-    return claims
-
-
-def parse(entry: dict) -> Claim:
-    """A claim from its keys; raises `UserError` for one that is unknown or missing."""
-    fields = dataclasses.fields(Claim)
-    name = entry.get("id", "without id")
-    for key in entry:
-        if key not in (known := [f.name for f in fields]):
-            raise UserError(f"claim {name}: unknown key {key!r}; keys are {', '.join(known)}")
-    for field in fields:
-        if field.default is dataclasses.MISSING and field.name not in entry:
-            raise UserError(f"claim {name}: key {field.name!r} is missing")
-    if isinstance(entry.get("n"), str):
-        n, _, unit = entry["n"].partition(" ")
-        if not n.isdecimal():
-            raise UserError(f"claim {name}: n {entry['n']!r} is not a number, nor one with a unit")
-        entry = {**entry, "n": int(n), "unit": unit}
-    return Claim(**entry)
+# In a page
 
 
 def check(
-    id: str, value, n: int, interval=None, profile: str = "recorded", note: str | None = None,
-    path: Path | None = None, complete: bool = False, settled: bool = False,
-) -> Result:  # fmt: skip
-    """Judge a claim of claims.yml by its measured value.
+    id: str | None = None, value=None, n: int | None = None, interval=None, note: str | None = None,
+    *, complete: bool = False, settled: bool = False, folder: Path | None = None, **measured,
+) -> Result | Results:  # fmt: skip
+    """Judge claims by what was measured, and display each: claims.check(the_id=value, ...).
 
-    value: the claim's metric (a number or a bool), None while what it needs is not recorded. n:
-    observations behind it. interval: (low, high) of the value, inconclusive when the threshold lies
-    inside. note: a sentence shown below. complete: every run that the claim asks for is recorded;
-    one that finds nothing to measure in them, such as a share of the exploded runs where none has
-    exploded, is then inconclusive and no longer not run. settled: no observation that is still to
-    come can change the verdict, as after the first explosion where none was to be; n may then be
-    too small.
-    Raises `UserError` for an unknown id, a value that is not finite and an interval that is not a
-    number. A reader who changes a parameter may well get another verdict than the recorded one; a
-    page of the book may not, and `lowprec.notebook.execute` sees to that with `compare`.
+    value: a number, or true or false, for each unit, as a mapping or a pandas Series; an arm of
+    `lowprec.survival` for a rule that counts runs or seeds; `Measured`; or one number, for a rule
+    without a quantifier that needs one unit. Returns the results, in the order given.
+
+    claims.check("the-id", value, n) judges one claim by its number and returns its result.
+    interval: (low, high) of the value, inconclusive when a limit lies inside. note: a sentence
+    shown below. complete: every run that the claim asks for is recorded; one that finds nothing to
+    measure in them is then inconclusive and no longer not run. settled: no unit that is still to
+    come can change the verdict; n may then be too small.
+
+    Raises `UserError` for an unknown id, a value that is not finite or does not fit the rule, and
+    an interval that is not a number. A reader who changes a parameter may well get another verdict
+    than the recorded one; a page of the book may not, and `lowprec.notebook.execute` sees to that
+    with `compare`.
     """
-    claims = load(path)
-    if id not in claims:
-        close = difflib.get_close_matches(id, claims, n=1)
-        raise UserError(f"there is no claim {id!r}" + (f": did you mean {close[0]!r}?" if close else
-                                                       " in book/claims.yml"))  # fmt: skip
-    return _result(
-        claims[id], value, n, interval, profile, note, True, complete=complete, settled=settled
-    )
+    registry = load(folder)
+    if id is not None:
+        claim = _named(id, registry, folder)
+        return _result(claim, Measured(value, n, interval), note, complete, settled)
+    results = Results(_judged(_named(name.replace("_", "-"), registry, folder), given)
+                      for name, given in measured.items())  # fmt: skip
+    _display(results)
+    return results
 
 
-def settled(id: str, count: int, n: int, path: Path | None = None) -> bool:
-    """Whether none of the observations that are missing to a claim's n can change its verdict.
+def _display(results) -> None:
+    from IPython.display import display
 
-    count: of n observations, as many as have what the claim counts. False for an unknown id, which
-    `check` refuses.
-    """
-    claim = load(path).get(id)
-    missing = max(claim.n - n, 0) if claim else 0
-    counts = range(count, count + missing + 1) if claim else ()
-    return len({claim.verdict_on(k, claim.n, profile=claim.profile[0]) for k in counts}) == 1
+    display(*results)
 
 
-def compare(records: list[dict], path: Path | None = None, name: str = "") -> None:
-    """Raise `UserError` for the first verdict of an executed page that claims.yml does not have.
-
-    name: of the page; a claim of the book is checked on its own, or in a fork.
-    """
-    recorded = load(path)
-    for result in map(Result.from_dict, records):
-        if result.registered and name[:1].isdecimal() and result.claim.notebook != name:
-            raise UserError(
-                f"claim {result.claim.id} is checked in {name} and book/claims.yml has "
-                f"`notebook: {result.claim.notebook}`: correct one of them"
-            )
-        if result.registered and result.verdict != recorded[result.claim.id].verdict:
-            raise UserError(
-                f"claim {result.claim.id} is {result.verdict} ({result.measured()}) and "
-                f"book/claims.yml says {recorded[result.claim.id].verdict}: look why, then update "
-                f"the verdict there"
-            )
+def _named(id: str, registry: dict[str, Claim], folder: Path | None) -> Claim:
+    if id not in registry:
+        close = difflib.get_close_matches(id, registry, n=1)
+        hint = f": did you mean {close[0]!r}?" if close else " beside a notebook"
+        raise UserError(f"there is no claim {id!r}{hint}")
+    reads.note(Path(folder or pages_folder()) / f"{registry[id].page}.claims.yml")
+    return registry[id]
 
 
-def judge(hypothesis: dict, value, n: int, interval=None, profile: str = "recorded",
-          note: str | None = None) -> Result:  # fmt: skip
-    """Judge a hypothesis that is not in claims.yml, by the same rule; for forks.
-
-    hypothesis: the keys of a claim; id, notebook and verdict may be left out.
-    """
-    claim = parse({"id": "hypothesis", "notebook": "", "profile": PROFILES, **hypothesis})
-    if interval is not None and interval[0] > interval[1]:
-        raise UserError(f"the interval {tuple(interval)} ends before it begins")
-    if profile not in PROFILES:
-        raise UserError(f"there is no profile {profile!r}; take {', '.join(PROFILES)}")
-    return _result(claim, value, n, interval, profile, note, False)
+def _judged(claim: Claim, given, note: str | None = None) -> Result:
+    """The result of what a page hands to `check`, by whatever it is."""
+    try:
+        measured, complete, settled = _measured(claim, given)
+    except UserError as error:
+        raise UserError(f"claim {claim.id}: {error}") from None
+    return _result(claim, measured, note, complete, settled)
 
 
-def _result(claim, value, n, interval, profile, note, registered, **how) -> Result:
+def _measured(claim: Claim, given) -> tuple[Measured, bool, bool]:
+    """(measured, complete, settled) of what a page hands to `check`."""
+    if isinstance(given, Measured):
+        return given, False, False
+    if given is None:
+        return Measured(None, 0), False, False
+    if hasattr(given, "outcomes"):
+        return _of_units(claim, _outcomes(claim, given), given.complete)
+    if hasattr(given, "items"):
+        return _of_units(claim, _units(given), True)
+    rule = claim.parsed
+    if rule.quantifier:
+        raise UserError(
+            f"its rule, {rule.quantifier} over {rule.unit}, takes a number for each and was given "
+            f"{given!r}: hand it all of them, or claims.Measured(value, n)"
+        )
+    if claim.needs > 1:
+        raise UserError(
+            f"it needs {claim.needs:,} {claim.unit or 'units'}: say how many stand behind "
+            f"{number(given)} with claims.Measured(value, n)"
+        )
+    return Measured(given, 1), False, False
+
+
+def _of_units(claim: Claim, by: dict, complete: bool) -> tuple[Measured, bool, bool]:
+    value = claim.parsed.reduce(by)
+    settled = bool(by) and claim.parsed.counts and claim.settled(sum(by.values()), len(by))
+    return Measured(value, len(by), by=by), complete, settled
+
+
+def _units(given) -> dict:
+    """The numbers of a mapping or a Series by unit, as plain Python numbers."""
+    if hasattr(given, "columns"):
+        raise UserError("it takes one number for each unit and was given a table: pick a column")
+    pairs = [(unit, value.item() if hasattr(value, "item") else value)
+             for unit, value in given.items()]  # fmt: skip
+    by = dict(pairs)
+    if len(by) < len(pairs):
+        names = [unit for unit, _ in pairs]
+        twice = next(unit for unit in names if names.count(unit) > 1)
+        raise UserError(f"{twice} is given twice: a unit counts once")
+    return by
+
+
+def _outcomes(claim: Claim, arm) -> dict:
+    """Which seeds of an arm exploded, for a rule that counts them."""
+    rule = claim.parsed
+    if not rule.counts:
+        raise UserError(
+            f"its rule takes a number and was given an arm, of which only is known which seeds "
+            f"exploded: hand it the numbers by {rule.unit or 'unit'}"
+        )
+    if not re.search(r"\b(runs|seeds)\b", rule.unit):
+        raise UserError(
+            f"its rule counts {rule.unit} and was given an arm, which has seeds: say runs or seeds "
+            "in the rule, or hand it what it counts"
+        )
+    return _units(arm.outcomes())
+
+
+def _result(claim: Claim, measured: Measured, note=None, complete=False, settled=False) -> Result:
+    value, n, interval = measured.value, int(measured.n), measured.interval
     value = value.item() if hasattr(value, "item") else value
     if interval is not None:
         interval = float(interval[0]), float(interval[1])
-    verdict = claim.verdict_on(value, int(n), interval, profile, **how)
+    verdict = claim.verdict_on(value, n, interval, complete, settled)
     if verdict == "not run" or not n:
         value = interval = None
-    note = note and minus(note)
-    return Result(claim, verdict, value, int(n), interval, profile, note, registered)
+    by = measured.by and {_unit_name(unit): each for unit, each in _units(measured.by).items()}
+    if not by or len(by) > LISTED:
+        by = None
+    return Result(claim, verdict, value, n, interval, by, note and minus(note))
+
+
+def _unit_name(unit) -> str:
+    return ", ".join(map(str, unit)) if isinstance(unit, tuple) else str(unit)
+
+
+def settled(id: str, count: int, n: int, folder: Path | None = None) -> bool:
+    """Whether none of the units that are missing to a claim's needs can change its verdict.
+
+    count: of n units, as many as have what the claim counts. False for an unknown id, which `check`
+    refuses.
+    """
+    claim = load(folder).get(id)
+    return claim is not None and claim.settled(count, n)
+
+
+def judge(hypothesis: dict, value, n: int | None = None, interval=None,
+          note: str | None = None) -> Result:  # fmt: skip
+    """Judge a hypothesis that stands in no claims file, by the same rule; for forks.
+
+    hypothesis: the keys of a claim; `sentence`, `rule` and `needs` are enough. value: as for
+    `check`, a number for each unit; or one number, with n units behind it.
+    """
+    claim = parse({"id": "hypothesis", **hypothesis})
+    if n is None:
+        return _judged(claim, value, note)
+    if interval is not None and interval[0] > interval[1]:
+        raise UserError(f"the interval {tuple(interval)} ends before it begins")
+    return _result(claim, Measured(value, n, interval), note)
+
+
+def show(*ids: str, folder: Path | None = None) -> None:
+    """Display claims as their pages last found them, measuring nothing; for a page that tells what
+    another one measures."""
+    results = recorded(folder)
+    registry = load(folder)
+    for id in ids:
+        page = _named(id, registry, folder).page
+        reads.note(lock_path(page, Path(folder or pages_folder())))
+        if id not in results:
+            raise UserError(
+                f"claim {id} has no verdict yet: run `make book`, then `python -m lowprec claims "
+                f"--accept {page}`"
+            )
+    _display([dataclasses.replace(results[id], shown=True) for id in ids])
+
+
+# What was found
+
+
+def lock(page: str, folder: Path | None = None) -> dict:
+    """The lock of a page: {"claims": {id: entry}, "facts": {name: value}}, see `lowprec.locks`."""
+    return read_lock(page, Path(folder or pages_folder()))
+
+
+def locks(folder: Path | None = None) -> dict[str, dict]:
+    """Every page's lock, by the page's name."""
+    folder = Path(folder or pages_folder())
+    names = sorted(path.relative_to(folder).as_posix().removesuffix(".lock.json")
+                   for path in folder.rglob("*.lock.json"))  # fmt: skip
+    return {name: read_lock(name, folder) for name in names}
+
+
+def recorded(folder: Path | None = None) -> dict[str, Result]:
+    """The results that the locks have, by claim id, for the claims that have one."""
+    registry = load(folder)
+    held = {page: lock(page, folder)["claims"] for page in {c.page for c in registry.values()}}
+    results = {}
+    for claim in registry.values():
+        if entry := held[claim.page].get(claim.id):
+            entry = {key: value for key, value in entry.items() if key != "first_run"}
+            interval = entry.get("interval")
+            results[claim.id] = Result(claim, **{**entry, "interval": interval and tuple(interval)})
+    return results
+
+
+def compare(page: str, verdicts: list[dict], facts: dict | None = None,
+            folder: Path | None = None) -> None:  # fmt: skip
+    """Raise `UserError` for the first verdict or fact of an executed page that its lock has
+    otherwise: another verdict or n, a value off by more than a thousandth, another fact.
+
+    page: its name below notebooks/; a claim of the book is checked on its own page, or in a fork.
+    """
+    folder = Path(folder or pages_folder())
+    of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith("forks/")
+    for result in map(Result.from_dict, verdicts):
+        if not result.registered:
+            continue
+        claim = result.claim
+        if of_book and claim.page != page:
+            raise UserError(
+                f"claim {claim.id} is checked in {page} and stands in {claim.page}.claims.yml: "
+                "move it, or call claims.show here"
+            )
+        held = read_lock(claim.page, folder)["claims"].get(claim.id)
+        if held is None:
+            raise UserError(
+                f"claim {claim.id} is {result.verdict} ({result.measured()}) and "
+                f"{claim.page}.lock.json does not have it: {_mend(claim.page)}"
+            )
+        for key in ("verdict", "n", "value"):
+            now, then = getattr(result, key), held[key]
+            if not (alike(now, then) if key == "value" else now == then):
+                raise UserError(
+                    f"claim {claim.id}: {key} is {now} ({result.measured()}) and "
+                    f"{claim.page}.lock.json says {then}: {_mend(claim.page)}"
+                )
+    if of_book:
+        _compare_facts(page, facts or {}, read_lock(page, folder)["facts"])
+
+
+def _compare_facts(page: str, facts: dict, held: dict) -> None:
+    for name in sorted(facts.keys() | held.keys()):
+        if not (name in facts and name in held and alike(facts[name], held[name])):
+            now, then = (repr(some[name]) if name in some else "nothing" for some in (facts, held))
+            raise UserError(f"fact {name} of {page} is {now} and {page}.lock.json says {then}: "
+                            f"{_mend(page)}")  # fmt: skip
+
+
+def _mend(page: str) -> str:
+    return f"look why, then run `python -m lowprec claims --accept {page}`"
+
+
+def accept(page: str, root: Path) -> list[str]:
+    """Write the lock of a page of the repository at `root` from its executed page, the one that
+    `compare` refused if there is one; returns what changed, a line a claim or fact.
+
+    Raises `UserError` for a page that was not executed, and for a claim that is judged for the
+    first time by a rule that is younger than its `registered` says.
+    """
+    folder, executed = root / "notebooks", root / "book" / "executed" / f"{page}.ipynb"
+    changed = root / "build" / "changed" / f"{page}.ipynb"
+    if changed.is_file():
+        executed.parent.mkdir(parents=True, exist_ok=True)
+        changed.replace(executed)
+    if not executed.is_file():
+        raise UserError(f"notebook {page} was not executed: run `make book`, then accept it")
+    about = json.loads(executed.read_text())["metadata"]["lowprec"]
+    try:
+        held = read_lock(page, folder)
+    except UserError:  # damaged, which is what a new one mends
+        held = {"claims": {}, "facts": {}}
+    registry, entries = load(folder), {}
+    for result in map(Result.from_dict, about["verdicts"]):
+        if result.registered and result.claim.page == page:
+            then = held["claims"].get(result.claim.id, {})
+            entries[result.claim.id] = result.as_lock() | _first_run(
+                _named(result.claim.id, registry, folder), result, then, root
+            )
+    facts = rounded(about.get("facts", {}))
+    write_lock(page, folder, entries, facts)
+    return _changes(held["claims"], entries) + _changes(held["facts"], facts)
+
+
+def _first_run(claim: Claim, result: Result, then: dict, root: Path) -> dict:
+    """{"first_run": the commit at which a claim was first judged}; {} before, or without git."""
+    if "first_run" in then:
+        return {"first_run": then["first_run"]}
+    if result.verdict == "not run" or (head := registration.head(root)) is None:
+        return {}
+    if fault := registration.fault(claim, head, root):
+        raise UserError(f"claim {claim.id}: {fault}")
+    return {"first_run": head}
+
+
+def _changes(then: dict, now: dict) -> list[str]:
+    def words(entry):
+        if not isinstance(entry, dict):  # a fact
+            return str(entry)
+        return ", ".join(f"{key} {entry[key]}" for key in ("verdict", "value", "n"))
+
+    lines = []
+    for name in sorted(then.keys() | now.keys()):
+        before, after = (words(some[name]) if name in some else "nothing" for some in (then, now))
+        if before != after:
+            lines.append(f"{name}: {before} -> {after}")
+    return lines
+
+
+def _page_named(text: str, folder: Path) -> str:
+    """The page that a command names: in full, by its file, or by its first letters."""
+    name = text.removeprefix("notebooks/").removesuffix(".ipynb")
+    names = sorted({claim.page for claim in load(folder).values()} | set(locks(folder)))
+    found = [n for n in names if n == name] or [n for n in names if n.startswith(name)]
+    if len(found) != 1:
+        some = found or difflib.get_close_matches(name, names, n=3, cutoff=0.3)
+        hint = f": did you mean {' or '.join(some)}?" if some else ""
+        raise UserError(f"{text!r} is no page with claims{hint}")
+    return found[0]
 
 
 def main(argv: list[str]) -> None:
@@ -372,12 +368,23 @@ def main(argv: list[str]) -> None:
         prog="python -m lowprec claims", description=main.__doc__, allow_abbrev=False
     )
     parser.add_argument("--write", action="store_true", help="write the generated pages and tables")
-    if parser.parse_args(argv).write:
-        from lowprec import pages
-        from lowprec.runs import repo_root
+    parser.add_argument("--accept", nargs="+", metavar="NN", default=[],
+                        help="write the locks of these pages from what they found")  # fmt: skip
+    args = parser.parse_args(argv)
+    from lowprec.runs import repo_root
 
-        print(f"{len(pages.write(repo_root()))} generated pages and downloads")
+    root = repo_root()
+    for page in [_page_named(name, root / "notebooks") for name in args.accept]:
+        changes = accept(page, root)
+        print(f"{page}.lock.json: {len(changes) or 'nothing'} changed", *changes, sep="\n  ")
+    if args.write:
+        from lowprec import pages
+
+        print(f"{len(pages.write(root))} generated pages and downloads")
+    if args.write or args.accept:
         return
+    found = recorded()
     for claim in load().values():
         kind = " (exploratory)" * claim.exploratory
-        print(f"{claim.verdict:13} {claim.notebook[:2]} {claim.id}{kind}: {claim.sentence}")
+        verdict = found[claim.id].verdict if claim.id in found else "not run"
+        print(f"{verdict:13} {claim.page} {claim.id}{kind}: {claim.sentence}")

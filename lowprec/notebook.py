@@ -24,8 +24,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from lowprec import UserError
-from lowprec.words import CLAIM_MIME, FIGURE_MIME, PROFILES
+from lowprec import UserError, facts, form, reads
+from lowprec.words import CLAIM_MIME, FACTS_MIME, FIGURE_MIME, PROFILES
 
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
 
@@ -77,6 +77,31 @@ def check_parameters() -> None:
     require_gpu(values["profile"])
 
 
+class Page:
+    """The start of a page: its parameters checked, one thread, and what most pages load.
+
+    Make it in the cell after `parameters`; raises `UserError` as `check_parameters` does. One
+    thread, so that sums have one order and pages can be made side by side.
+    """
+
+    def __init__(self):
+        from IPython import get_ipython
+
+        check_parameters()
+        self.profile = get_ipython().user_ns["profile"]
+        import torch
+
+        torch.set_num_threads(1)
+
+    def captures(self, pattern: str = "*.xz") -> dict:
+        """The recorded captures in data/captures that match, by name: {name: Capture}."""
+        from lowprec.capture import Capture
+        from lowprec.runs import data_root
+
+        paths = sorted((data_root() / "captures").glob(pattern))
+        return {path.stem: Capture.load(path) for path in paths}
+
+
 def _unknown(name: str, declared: dict[str, str]) -> str:
     close = difflib.get_close_matches(name, declared, n=1)
     if close:
@@ -114,22 +139,59 @@ def require_gpu(profile: str) -> None:
 # Execution
 
 
-def execute(source: Path, output: Path, profile: str = "recorded", parameters: dict | None = None):
+def execute(source: Path, output: Path, profile: str = "recorded", parameters: dict | None = None,
+            depfile: Path | None = None):  # fmt: skip
     """Execute `source` with a profile and write `output`, a page without traces of the machine.
 
-    The output is replaced only by a whole execution. `parameters` win over the profile's.
+    The output is replaced only by a whole execution. `parameters` win over the profile's. depfile:
+    where to write, for make, what the page has read; the page then has the time of its start, so
+    that what changes meanwhile is newer.
     Returns the notebook. Raises `UserError` with the sentence of the failing cell, or for a verdict
     that is not the recorded one, and papermill's error with the cell's traceback if it failed for
     another reason.
     """
     import nbformat
-    import papermill
-    from papermill.exceptions import PapermillExecutionError
-    from traitlets.config import Config
 
     from lowprec import runs
 
-    source, output = Path(source), Path(output)
+    source, output, started = Path(source), Path(output), time.time()
+    _check_paths(source, output)
+    runs.make_folder(output.parent)
+    values = {**_profile_values(profile), **(parameters or {})}
+    root = runs.repo_root()
+    with tempfile.TemporaryDirectory() as scratch:
+        nb = _run(source, values, Path(scratch), root)
+        read = reads.dependencies(Path(scratch) / "reads", root)
+    name = f"forks/{source.stem}" if source.parent.name == "forks" else source.stem
+    nb = as_page(nb, name, profile, time.time() - started, parameters)
+    text = nbformat.writes(nb) + "\n"
+
+    def put(path: Path) -> None:
+        runs.make_folder(path.parent)
+        runs.write_atomic(path, lambda file: file.write(text.encode()))
+        if depfile:
+            os.utime(path, (started, started))
+
+    if depfile:
+        rule = reads.rule(output, read)
+        runs.write_atomic(Path(depfile), lambda file: file.write(rule.encode()))
+    if profile == "recorded" and not parameters:
+        from lowprec import claims
+
+        about = nb.metadata["lowprec"]
+        try:
+            claims.compare(name, about["verdicts"], about["facts"])
+        except UserError:  # a page of the book is kept for `claims --accept`
+            if root / "notebooks" in source.resolve().parents:
+                put(root / "build" / "changed" / f"{name}.ipynb")
+            raise
+    put(output)
+    return nb
+
+
+def _check_paths(source: Path, output: Path) -> None:
+    import nbformat
+
     if not source.is_file():
         names = sorted(path.name for path in source.parent.glob("[!_]*.ipynb"))
         close = [name for name in names if name.startswith(source.stem)]
@@ -142,29 +204,27 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
         raise UserError(f"{source} is not a notebook ({type(error).__name__})") from None
     if output.is_dir() or output.resolve() == source.resolve():
         raise UserError(f"{output} is not replaced by a page; name another file for the page")
-    runs.make_folder(output.parent)
-    values = {**_profile_values(profile), **(parameters or {})}
-    start = time.monotonic()
-    # Kernels talk through files of their own: two that start at once cannot take the same port.
-    with tempfile.TemporaryDirectory() as sockets:
-        config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
-        try:
-            nb = papermill.execute_notebook(
-                source, None, parameters=values, kernel_name="python3", progress_bar=False,
-                config=config,
-            )  # fmt: skip
-        except PapermillExecutionError as error:
-            raise _sentence(source, error) or error from None
-    seconds = time.monotonic() - start
-    name = f"forks/{source.stem}" if source.parent.name == "forks" else source.stem
-    nb = as_page(nb, name, profile, seconds, parameters)
-    if profile == "recorded" and not parameters:
-        from lowprec import claims
 
-        claims.compare(nb.metadata["lowprec"]["verdicts"], name=name)
-    text = nbformat.writes(nb) + "\n"
-    runs.write_atomic(output, lambda file: file.write(text.encode()))
-    return nb
+
+def _run(source: Path, values: dict, scratch: Path, root: Path):
+    """What papermill returns; what the kernel reads is recorded in the file `reads` of scratch."""
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+    from traitlets.config import Config
+
+    first = f"from lowprec import reads; reads.record({str(scratch / 'reads')!r}, {str(root)!r})"
+    config = Config(
+        # Kernels talk through files of their own: two that start at once cannot take one port.
+        KernelManager={"transport": "ipc", "ip": f"{scratch}/kernel"},
+        NotebookClient={"extra_arguments": [f"--IPKernelApp.exec_lines={first}"]},
+    )
+    try:
+        return papermill.execute_notebook(
+            source, None, parameters=values, kernel_name="python3", progress_bar=False,
+            config=config,
+        )  # fmt: skip
+    except PapermillExecutionError as error:
+        raise _sentence(source, error) or error from None
 
 
 def _profile_values(profile: str) -> dict:
@@ -187,7 +247,7 @@ def _sentence(source: Path, error) -> UserError | None:
 
 def _show_verdict(output) -> None:
     """Give a verdict the looks it has in the book."""
-    from lowprec.claims import Result
+    from lowprec.verdicts import Result
 
     if CLAIM_MIME in output.get("data", {}):
         result = Result.from_dict(output.data[CLAIM_MIME])
@@ -200,6 +260,8 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
     A page with `parameters` of its own is no page of the book: its verdicts stay plain Markdown,
     and it offers nothing to download.
     """
+    from lowprec.runs import repo_root
+
     nb = copy.deepcopy(nb)
     if not parameters:
         nb.cells = [c for c in nb.cells if "injected-parameters" not in c.metadata.get("tags", [])]
@@ -209,13 +271,16 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         cell.metadata = {"tags": tags} if tags else {}
         if cell.cell_type == "code":
             outs = _merge_streams(cell.outputs)  # an empty text would show the name of its class
-            cell.outputs = [o for o in outs if o.get("data", {}).get("text/markdown") != ""]
+            data = [o.get("data", {}) for o in outs]
+            seen = [d.get("text/markdown") != "" and FACTS_MIME not in d for d in data]
+            cell.outputs = [o for o, see in zip(outs, seen, strict=True) if see]
+    in_form = form.is_new(nb)
     for output in outputs:
         _scrub(output)
-        if not parameters:
-            _show_verdict(output)
-        elif CLAIM_MIME in output.get("data", {}):
+        if parameters and CLAIM_MIME in output.get("data", {}):
             output.data["text/markdown"] += f"\n\n{_measured_with(parameters)}\n"
+        elif not in_form:
+            _show_verdict(output)
     about = {
         "notebook": name,
         "profile": profile,
@@ -226,7 +291,9 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         "torch": version("torch"),
         "verdicts": _collect(outputs, CLAIM_MIME),
         "figures": _collect(outputs, FIGURE_MIME),
+        "facts": facts.collect(outputs),
     }
+    _fill(nb, about)
     names = [figure["name"] for figure in about["figures"]]
     if len(names) != len(set(names)):
         raise UserError(f"{name}: two figures have one name in {', '.join(names)}; rename one")
@@ -235,9 +302,27 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         "language_info": {"name": "python", "pygments_lexer": "ipython3"},
         "lowprec": about,
     }
-    nb.cells.insert(1, _rerun_cell(about, parameters or {}))
-    _show_lead(nb)
+    if in_form:
+        root = None if parameters else repo_root()
+        form.arrange(nb, about, _rerun(about, parameters or {}), root)
+    else:
+        nb.cells.insert(1, _rerun_cell(about, parameters or {}))
+        _show_lead(nb)
     return nb
+
+
+def _fill(nb, about: dict) -> None:
+    """Put facts and the fields of claims into the Markdown cells."""
+    from lowprec.runs import repo_root
+    from lowprec.verdicts import Result
+
+    page, used = about["notebook"], set()
+    results = {v["claim"]["id"]: Result.from_dict(v) for v in about["verdicts"]}
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            cell.source, names = facts.fill(cell.source, about["facts"], results, page)
+            used |= names
+    facts.refuse_unused(page, about["facts"], used, repo_root())
 
 
 def _measured_with(parameters: dict) -> str:
@@ -324,12 +409,8 @@ def hardware(profile: str = "recorded") -> str:
     return f"{os.cpu_count()}-core CPU ({names[0] if names else platform.machine()})"
 
 
-def _rerun_cell(about: dict, parameters: dict):
-    """The markdown cell after the title: how to rerun, what to download, what ran where."""
-    from nbformat.v4 import new_markdown_cell
-
-    name, profile = about["notebook"], about["profile"]
-    folder = f"../downloads/{name}"
+def _rerun(about: dict, parameters: dict, *more: str) -> str:
+    """How to rerun a page and what ran where, in Markdown; more: further items of the list."""
     computed = [f for f in about["figures"] if not f["hardware"]]
     recorded: dict[str, list] = {}
     for figure in about["figures"]:
@@ -341,29 +422,33 @@ def _rerun_cell(about: dict, parameters: dict):
 
     badges = [
         f"Executed on a {html.escape(about['hardware'])} in {about['seconds']:.0f} s, "
-        f"profile {profile}, torch {about['torch']}."
+        f"profile {about['profile']}, torch {about['torch']}."
     ]
     if computed:
         badges.append(f"Computed on this page: {links(computed)}.")
     for machine, figures in recorded.items():
         badges.append(f"Drawn from runs recorded on {html.escape(machine)}: {links(figures)}.")
-    if not parameters and not name.startswith("forks/"):  # the book offers its own pages only
-        badges.append(
-            f'Download <a href="{folder}/source.ipynb" download="{name}.ipynb">the notebook</a> '
-            f'or\n<a href="{folder}/executed.ipynb" download="{name}-executed.ipynb">this page, '
-            "executed</a>."
-        )
-    items = "\n".join(f"<li>{badge}</li>" for badge in badges)
+    items = "\n".join(f"<li>{badge}</li>" for badge in (*badges, *more))
     given = "".join(f" -p {key} {shlex.quote(str(value))}" for key, value in parameters.items())
-    text = f"""Rerun this page:
+    source = f"notebooks/{about['notebook']}.ipynb"
+    return f"""Rerun this page:
 
 ```shell
-papermill notebooks/{name}.ipynb out.ipynb -f notebooks/profiles/{profile}.yaml{given}
+papermill {source} out.ipynb -f notebooks/profiles/{about["profile"]}.yaml{given}
 ```
 
 <ul class="lowprec-provenance">
 {items}
 </ul>"""
+
+
+def _rerun_cell(about: dict, parameters: dict):
+    """The markdown cell after the title: how to rerun, what to download, what ran where."""
+    from nbformat.v4 import new_markdown_cell
+
+    offered = "" if parameters else form.downloads(about["notebook"])
+    more = [f"{offered[0].upper()}{offered[1:]}."] if offered else []
+    text = _rerun(about, parameters, *more)
     return new_markdown_cell(text, id="rerun", metadata={"tags": ["rerun"]})
 
 
@@ -390,7 +475,7 @@ def main(argv: list[str]) -> None:
     sys.modules.setdefault("rfc3987_syntax", None)
     from papermill.exceptions import PapermillExecutionError
 
-    from lowprec.claims import Result
+    from lowprec.verdicts import Result
 
     parser = argparse.ArgumentParser(prog="python -m lowprec notebook", description=main.__doc__)
     parser.add_argument("source", type=Path, help="notebook to execute")
@@ -399,10 +484,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="a parameter"
     )
+    parser.add_argument("--depfile", type=Path, help="for make: what the page has read")
     args = parser.parse_args(argv)
     parameters = {name: parse_value(value) for name, value in args.p}
     try:
-        nb = execute(args.source, args.output, args.profile, parameters)
+        nb = execute(args.source, args.output, args.profile, parameters, args.depfile)
     except PapermillExecutionError as error:
         sys.exit(f"{args.source} failed and {args.output} was left as it was.{error}")
     about = nb.metadata["lowprec"]

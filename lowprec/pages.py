@@ -1,4 +1,4 @@
-"""Generated pages: what the executed notebooks and claims.yml say, written for the book to include.
+"""Generated pages: what the executed notebooks and the claims say, written for the book to include.
 
 book/_generated/claims_paper.md      what Qiu & Yao (2025) say, each statement with its tests
 book/_generated/claims_counts.md     how many claims have which verdict
@@ -8,7 +8,8 @@ book/_generated/threat-WORD.md       the claims to doubt for one threat, folded
 book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
 book/status.md                       page x profile x date x hardware x duration x verdicts
-README.md                            the paper's statements and the counts between its two markers
+README.md                            the paper's statements, the counts and the headlines between
+                                     markers, and the facts in its marks (`lowprec.facts`)
 """
 
 from __future__ import annotations
@@ -19,38 +20,39 @@ from pathlib import Path
 
 import yaml
 
-from lowprec import UserError, claims
-from lowprec.claims import Claim, Result
+from lowprec import UserError, claims, facts, runs
+from lowprec.registry import Claim
+from lowprec.verdicts import VERDICTS, Result, threat_link, threat_links
 from lowprec.words import FIGURE_MIME
 
 PAPER = "qiu2025"
 MARKERS = "<!-- claims -->", "<!-- /claims -->"
+FINDINGS = "<!-- findings -->", "<!-- /findings -->"
 
 
 def write(root: Path) -> list[Path]:
     """Write every generated page of the repository at `root`, and README's list; returns the pages.
 
     Raises `UserError` for a claim whose notebook was executed without checking it, or was not; the
-    list in README.md is renewed all the same.
+    list in README.md is renewed all the same. Also for a page that has another verdict than its
+    lock.
     """
-    book = root / "book"
-    registry = claims.load(book / "claims.yml")
-    readme = root / "README.md"
-    if readme.is_file():  # first, as it needs no executed page
-        _put(readme, with_claims(readme.read_text(), registry, statements(book)))
+    book, sources = root / "book", root / "notebooks"
+    registry, found = claims.load(sources), claims.recorded(sources)
+    renew(root, registry, found)  # first, as it needs no executed page
     executed = read_executed(book / "executed")
-    results = check_coverage(registry, executed, root / "notebooks")
+    results = check_coverage(registry, executed, sources)
     generated = book / "_generated"
     shutil.rmtree(generated, ignore_errors=True)
     titles = {name: title(nb) for name, nb in executed.items()}
     texts = {
-        generated / "claims_paper.md": of_paper(registry, statements(book), results),
-        generated / "claims_counts.md": counts(registry),
+        generated / "claims_paper.md": of_paper(registry, statements(book), found, results),
+        generated / "claims_counts.md": counts(registry, found),
         generated / "claims_all.md": all_claims(registry, results, titles),
     }
     for id, result in results.items():
         texts[generated / f"claim-{id}.md"] = result.myst()
-    for word in {word for claim in registry.values() for word in claim.threats}:
+    for word in {word for claim in registry.values() for word in claim.doubts}:
         text = doubted(word, registry, results, titles)
         texts[generated / f"threat-{word.lower()}.md"] = text
     for name, nb in executed.items():
@@ -61,6 +63,17 @@ def write(root: Path) -> list[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         _put(path, text)
     return [*texts, *copy_downloads(root, executed)]
+
+
+def renew(root: Path, registry: dict[str, Claim], found: dict[str, Result]) -> None:
+    """Write the claims and the facts of README.md and data/README.md anew, from the locks."""
+    readme, of_data = root / "README.md", root / "data" / "README.md"
+    if readme.is_file():
+        text = with_claims(readme.read_text(), registry, statements(root / "book"), found)
+        _put(readme, facts.renewed(text))
+    if of_data.is_file() and (text := facts.renewed(of_data.read_text())) != of_data.read_text():
+        of_data.write_text(text)
+        runs.accept_file(of_data)
 
 
 def _put(path: Path, text: str) -> None:
@@ -77,20 +90,21 @@ def read_executed(folder: Path) -> dict[str, dict]:
 def check_coverage(registry, executed, sources: Path) -> dict[str, Result]:
     """The measured result of each claim whose notebook is there, by claim id."""
     results = {}
-    for nb in executed.values():
-        for record in nb["metadata"]["lowprec"]["verdicts"]:
-            if record["registered"]:
-                results[record["claim"]["id"]] = Result.from_dict(record)
+    for name, nb in executed.items():
+        about = nb["metadata"]["lowprec"]
+        claims.compare(name, about["verdicts"], about.get("facts"), sources)
+        of_page = map(Result.from_dict, about["verdicts"])
+        results |= {result.claim.id: result for result in of_page if result.registered}
     for claim in registry.values():
-        if (sources / f"{claim.notebook}.ipynb").is_file() and claim.id not in results:
-            if claim.notebook not in executed:
+        if claim.id not in results:
+            if claim.page not in executed:
                 raise UserError(
-                    f"README.md is renewed; for the pages, notebook {claim.notebook} was not "
+                    f"README.md is renewed; for the pages, notebook {claim.page} was not "
                     "executed: run `make book`"
                 )
             raise UserError(
-                f"claim {claim.id} names notebook {claim.notebook}, which does not check it: call "
-                f"claims.check({claim.id!r}, ...) there, or mend the entry in book/claims.yml"
+                f"claim {claim.id} stands in {claim.page}.claims.yml and the notebook does not "
+                f"check it: call claims.check there, or take it out"
             )
     return results
 
@@ -116,9 +130,10 @@ def statements(book: Path) -> list[dict]:
     return yaml.safe_load((book / "statements.yml").read_text())
 
 
-def of_paper(registry: dict[str, Claim], said: list[dict], results: dict | None = None) -> str:
+def of_paper(registry: dict[str, Claim], said: list[dict], found: dict[str, Result],
+             results: dict | None = None) -> str:  # fmt: skip
     """Each statement of the paper and under it the claims that test it, in the order of the book:
-    measured and linked to their boxes if `results` has them, else as claims.yml has it.
+    measured and linked to their boxes if `results` has them, else as the locks have it, `found`.
 
     Raises `UserError` for a claim of the paper's that tests none of its statements, and for a
     statement with neither or both of claims and a reason to have none.
@@ -137,7 +152,7 @@ def of_paper(registry: dict[str, Claim], said: list[dict], results: dict | None 
         lines.append(f"**{statement['says']}** {statement['where']}.\n")
         for claim in tests[statement["id"]]:
             if results is None:
-                more = f" ([{claim.notebook[:2]}](notebooks/{claim.notebook}.ipynb))"
+                more = f" ({_source_link(claim)})"
             else:
                 n = results[claim.id].n if claim.id in results else 0
                 more = (
@@ -146,7 +161,7 @@ def of_paper(registry: dict[str, Claim], said: list[dict], results: dict | None 
                     else ""
                 )
             gloss = f" *{claim.gloss}*" if claim.gloss else ""
-            lines.append(f"- {in_words(claim, results)}: {claim.sentence}{more}{gloss}")
+            lines.append(f"- {in_words(claim, results, found)}: {claim.sentence}{more}{gloss}")
         if bool(tests[statement["id"]]) == ("untested" in statement):
             raise UserError(
                 f"statement {statement['id']} of book/statements.yml needs a claim that tests it "
@@ -154,15 +169,16 @@ def of_paper(registry: dict[str, Claim], said: list[dict], results: dict | None 
             )
         if "untested" in statement:
             word = statement["threat"]
-            link = f"[{word}](book/threats.md)" if results is None else claims.threat_link(word)
+            link = f"[{word}](book/threats.md)" if results is None else threat_link(word)
             lines.append(f"- not tested here: {statement['untested']}, see the threat {link}")
         lines.append("")
     return "\n".join(lines)
 
 
-def verdict_of(claim: Claim, results: dict[str, Result]) -> str:
-    """As measured by an executed page, else as claims.yml has it."""
-    return results[claim.id].verdict if claim.id in results else claim.verdict
+def verdict_of(claim: Claim, *found: dict | None) -> str:
+    """Of the first of these results that has the claim."""
+    having = (results[claim.id].verdict for results in found if results and claim.id in results)
+    return next(having, "not run")
 
 
 def page_of(name: str, titles: dict[str, str]) -> str:
@@ -178,8 +194,8 @@ def claims_list(some: list[Claim], results) -> str:
             under.append(f"Measured: {result.measured()}.")
         if claim.source:
             under.append(f"{claim.sourced(f'{{cite:t}}`{claim.source}`')}.")
-        if claim.threats:
-            under.append(f"Doubt it for: {', '.join(claims.threat_links(claim))}.")
+        if claim.doubts:
+            under.append(f"Doubt it for: {', '.join(threat_links(claim))}.")
         words = [f"{in_words(claim, results)}: {claim.sentence}", " ".join(under)]
         items.append("- " + "\\\n  ".join(filter(None, words)) + "\n")
     return "".join(items)
@@ -187,13 +203,13 @@ def claims_list(some: list[Claim], results) -> str:
 
 def by_page(registry: dict[str, Claim]) -> dict[str, list[Claim]]:
     """The claims of each notebook, in the order of the notebooks' names."""
-    names = sorted({claim.notebook for claim in registry.values()})
-    return {name: [c for c in registry.values() if c.notebook == name] for name in names}
+    names = sorted({claim.page for claim in registry.values()})
+    return {name: [c for c in registry.values() if c.page == name] for name in names}
 
 
 def doubted(word: str, registry, results, titles) -> str:
     """The claims that name a threat, folded, an item a page: each id, linked to its box."""
-    some = {id: claim for id, claim in registry.items() if word in claim.threats}
+    some = {id: claim for id, claim in registry.items() if word in claim.doubts}
     items = [f":::{{dropdown}} Claims doubted for this: {len(some)}\n"]
     for name, of_page in by_page(some).items():
         linked = (f"[`{c.id}`](#claim-{c.id})" if c.id in results else f"`{c.id}`" for c in of_page)
@@ -201,18 +217,23 @@ def doubted(word: str, registry, results, titles) -> str:
     return "".join([*items, ":::\n"])
 
 
-def counts(registry: dict[str, Claim]) -> str:
-    """How many claims have which verdict, those found in the data that judge them apart."""
+def counts(registry: dict[str, Claim], found: dict[str, Result]) -> str:
+    """How many claims have which verdict, those found in the data that judge them apart, without
+    those that could hardly have failed."""
 
     def line(some):
-        found = [claim.verdict for claim in some]
-        return ", ".join(f"{found.count(v)} {v}" for v in claims.VERDICTS if v in found)
+        verdicts = [verdict_of(claim, found) for claim in some]
+        return ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
 
-    before = [claim for claim in registry.values() if not claim.exploratory]
-    after = [claim for claim in registry.values() if claim.exploratory]
+    counted = [claim for claim in registry.values() if claim.weight != "check"]
+    before = [claim for claim in counted if not claim.exploratory]
+    after = [claim for claim in counted if claim.exploratory]
+    checks = len(registry) - len(counted)
     return (
-        f"All {len(registry)} claims: {len(before)} with a rule from before the measurement "
-        f"({line(before)}), {len(after)} exploratory ({line(after)}).\n"
+        f"{len(counted)} claims: {len(before)} with a rule from before the measurement "
+        f"({line(before)}), {len(after)} exploratory ({line(after)})."
+        + f" Not counted: {checks} that could hardly have failed." * bool(checks)
+        + "\n"
     )
 
 
@@ -225,33 +246,68 @@ def all_claims(registry, results, titles) -> str:
     return "\n".join(sections)
 
 
-def in_words(claim: Claim, results: dict | None) -> str:
+def in_words(claim: Claim, results: dict | None, found: dict | None = None) -> str:
     """The verdict as a list or table shows it, with a link to its box if a page has one."""
-    words = f"**{verdict_of(claim, results or {})}**"
+    words = f"**{verdict_of(claim, results, found)}**"
     if results and claim.id in results:
         words = f"[{words}](#claim-{claim.id})"
     return words + (", exploratory" if claim.exploratory else "")
 
 
-def with_claims(text: str, registry: dict[str, Claim], said: list[dict]) -> str:
-    """README's text with the paper's statements, their tests and the counts between its markers.
-    Without measurements, so that it changes only with claims.yml and statements.yml."""
-    start, end = MARKERS
+def with_claims(text: str, registry: dict[str, Claim], said: list[dict],
+                found: dict[str, Result]) -> str:  # fmt: skip
+    """README's text with the paper's statements, their tests and the counts between its markers,
+    and the headlines if it has markers for them.
+
+    From claims, statements and locks alone, so that no page needs to be executed for it.
+    """
+    if any(mark in text for mark in FINDINGS):
+        text = _between(FINDINGS, text, headlines(registry, found))
+    return _between(MARKERS, text, f"{of_paper(registry, said, found)}\n{counts(registry, found)}")
+
+
+def _between(marks: tuple[str, str], text: str, content: str) -> str:
+    """The text with this between two marks."""
+    start, end = marks
     if text.count(start) != 1 or text.count(end) != 1:
         raise UserError(f"README.md must hold {start} and {end} once each, for the claims")
     head, rest = text.split(start)
-    return f"{head}{start}\n{of_paper(registry, said)}\n{counts(registry)}{end}{rest.split(end)[1]}"
+    return f"{head}{start}\n{content}{end}{rest.split(end)[1]}"
+
+
+def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
+    """The claims that are headlines as a numbered list, those of one number in one item."""
+    numbers = sorted({claim.headline for claim in registry.values() if claim.headline})
+    items = []
+    for place in numbers:
+        of_place = [claim for claim in registry.values() if claim.headline == place]
+        if missing := [claim for claim in of_place if claim.id not in found]:
+            raise UserError(
+                f"claim {missing[0].id} is a headline and has no verdict yet: execute its page, "
+                f"then `python -m lowprec claims --accept {missing[0].page}`"
+            )
+        some = [found[claim.id] for claim in of_place]
+        pages = dict.fromkeys(_source_link(result.claim) for result in some)
+        words = " ".join(result.headline for result in some)
+        items.append(f"{place}. {words} ({', '.join(pages)})\n")
+    return "".join(items)
+
+
+def _source_link(claim: Claim) -> str:
+    """The number of a claim's page, or its name, linked to the notebook."""
+    name = claim.page.rpartition("/")[2]
+    return f"[{name[:2] if name[:2].isdecimal() else name}](notebooks/{claim.page}.ipynb)"
 
 
 def status(root: Path) -> str:
     """The status page: what was executed, where and when, and what it found."""
-    folders = root / "book" / "executed", root / "build" / "smoke", root / "build" / "gpu"
+    folders = root / "book" / "executed", root / "build" / "gpu"
     rows = []
     for folder in folders:
         for name, nb in read_executed(folder).items():
             about = nb["metadata"]["lowprec"]
             verdicts = [record["verdict"] for record in about["verdicts"]]
-            counts = [f"{verdicts.count(v)} {v}" for v in claims.VERDICTS if v in verdicts]
+            counts = [f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts]
             page = f"{{doc}}`/executed/{name}`" if folder == folders[0] else name
             machine = f"{about['hardware']}, torch {about['torch']}"
             rows.append((page, about["profile"], about["date"], machine,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
@@ -83,6 +82,8 @@ class Recorder:
 
     def _hold(self):
         """Keep other processes of this machine from writing the folder until this one ends."""
+        import fcntl  # here, because pages import what trains also where there is no fcntl
+
         self.held = os.open(self.part, os.O_RDONLY)
         try:
             fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)

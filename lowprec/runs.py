@@ -27,7 +27,6 @@ import numpy as np
 import pandas as pd
 
 from lowprec import UserError, packed
-from lowprec.policy import PrecisionPolicy
 
 METRICS = ("step", "loss", "grad_norm", "lr")
 PROBES = (
@@ -95,7 +94,10 @@ class Run:
         return self.path.name
 
     @property
-    def policy(self) -> PrecisionPolicy:
+    def policy(self):
+        """What it was trained with, a `lowprec.policy.PrecisionPolicy`."""
+        from lowprec.policy import PrecisionPolicy  # here, because reading runs needs no torch
+
         return PrecisionPolicy.parse(self.info["config"]["policy"])
 
     @property
@@ -425,6 +427,15 @@ def write_manifest(root: Path | None = None) -> Path:
     path = root / "manifest.json"
     path.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
     return path
+
+
+def accept_file(path: Path) -> None:
+    """Record one file of data/ in the manifest as it is now, and no other."""
+    root = data_root()
+    manifest = root / "manifest.json"
+    entries = json.loads(manifest.read_text())
+    entries[path.relative_to(root).as_posix()] = sha256(path)
+    manifest.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
 
 
 def verify(root: Path | None = None) -> int:

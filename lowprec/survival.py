@@ -19,7 +19,9 @@ import pandas as pd
 from scipy import stats
 
 from lowprec import UserError, claims
+from lowprec.plan import load_campaign
 from lowprec.runs import campaign_folder, load_runs, require_arms, run_paths
+from lowprec.verdicts import Result
 
 SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
 """To say "prevents": seeds an arm, share of the base's seeds that explode, adjusted p below."""
@@ -68,19 +70,25 @@ class Arm:
         runs = self.runs[self.runs.seed.isin(seeds)] if self.n else None
         return replace(self, seeds=seeds, runs=None if runs is None or runs.empty else runs)
 
-    def check(
-        self, id: str, profile: str = "recorded", note: str | None = None, by: float = np.inf
-    ) -> claims.Result:
+    def outcomes(self, by: float = np.inf) -> pd.Series:
+        """Whether each seed exploded by a step, True or False, those left out of which it is not
+        known, see `counted`. What a claim that counts runs or seeds takes."""
+        if not self.n:
+            return pd.Series(dtype=bool)
+        known = self.runs[~_open_by(self.runs, by)]
+        return pd.Series(_exploded(known, by).to_numpy(), index=known.seed.to_numpy())
+
+    def check(self, id: str, note: str | None = None, by: float = np.inf) -> Result:
         """The verdict of `lowprec.claims.check` on how many of its runs exploded by a step, see
         `counted`.
 
         It stands before the claim's n are recorded if those that are missing cannot change it.
         """
         if not self.n:
-            return claims.check(id, None, 0, profile=profile, note=note)
+            return claims.check(id, None, 0, note=note)
         exploded, n = counted(self.runs, by)
         settled = claims.settled(id, exploded, n)
-        return claims.check(id, exploded, n, profile=profile, note=note, settled=settled)
+        return claims.check(id, exploded, n, note=note, settled=settled)
 
 
 def counted(runs: pd.DataFrame, by: float = np.inf) -> tuple[int, int]:
@@ -89,9 +97,22 @@ def counted(runs: pd.DataFrame, by: float = np.inf) -> tuple[int, int]:
     runs: rows of `load_runs`. It is not known of a run that ended with a rise, at that step or
     before, which nothing confirms: it is censored at its onset.
     """
-    exploded = runs.exploded & (runs.duration <= by)
-    open_rise = ~runs.exploded & runs.run.map(lambda run: run.explosion is not None)
-    return int(exploded.sum()), len(runs) - int((open_rise & (runs.duration <= by)).sum())
+    return int(_exploded(runs, by).sum()), len(runs) - int(_open_by(runs, by).sum())
+
+
+def _exploded(runs: pd.DataFrame, by: float) -> pd.Series:
+    return runs.exploded.astype(bool) & (runs.duration <= by)
+
+
+def _open_by(runs: pd.DataFrame, by: float) -> pd.Series:
+    """Which runs ended by a step with a rise that nothing confirms."""
+    rose = runs.run.map(lambda run: run.explosion is not None)
+    return ~runs.exploded.astype(bool) & rose & (runs.duration <= by)
+
+
+def exploded_of(*arms: Arm) -> str:
+    """How many of the runs of these arms exploded, for prose: "4 of 12"."""
+    return f"{sum(arm.exploded for arm in arms)} of {sum(arm.n for arm in arms)}"
 
 
 def load_arms(campaign, arms=()) -> dict[str, Arm]:
@@ -100,8 +121,6 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
     campaign: its name in data/runs, or its folder. arms: those that it must plan. Raises
     `UserError` as `load_campaign` and `load_runs` do, but not for runs that are still to come.
     """
-    from lowprec.campaign import load_campaign
-
     folder = campaign_folder(campaign)
     planned: dict[str, list] = {}
     for job in load_campaign(folder / "campaign.yaml"):

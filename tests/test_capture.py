@@ -256,6 +256,9 @@ def test_a_recorded_capture_is_found_from_a_folder_below_and_shown_in_a_line(mon
     specimen = Capture.load("data/captures/low-c-seed6-1230.xz")
     where = "step 1230, layer 1, heads [3], sequences [13], LOW"
     assert repr(specimen) == f"Capture(low-c-seed6-1230: {where})"
+    assert specimen.heading == ("LOW", "seed 6", "1,230")
+    healthy = Capture.load("data/captures/fa2-a-healthy-seed1-1680.xz")
+    assert healthy.heading == ("FA2", "seed 1", "1,680"), "of the twin's policy the preset alone"
 
 
 def test_a_capture_is_read_without_its_xz_as_well(tmp_path):

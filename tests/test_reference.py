@@ -276,3 +276,23 @@ def test_removing_the_row_sum_takes_the_mean_key_s_part_out_of_dq():
     torch.testing.assert_close(back, kept.dq, rtol=1e-4, atol=1e-5)
     exact = oracle(q, k, v, do=do).dq
     assert (gone.dq - exact).norm() < 0.2 * (kept.dq - exact).norm()
+
+
+@pytest.mark.parametrize("floor", [1e-10, 50.0])
+def test_a_floor_of_the_row_sum_counts_no_block_that_a_query_does_not_see(floor):
+    """The first 32 queries see one block of 32 keys, whatever comes after; only a large floor
+    would show another."""
+    q, k, v, _ = family("normal", dtype=torch.float32)
+    policy = PrecisionPolicy(l_floor=floor)
+    whole, first = (emulate(*(x[:, :, :n] for x in (q, k, v)), policy, 32) for n in (96, 32))
+    for name in ("l", "o", "lse"):
+        assert torch.equal(getattr(whole, name)[:, :, :32], getattr(first, name)), name
+    assert (first.l >= floor).all() and (whole.l[:, :, 95] >= floor).all()
+
+
+def test_the_residual_of_o_split_is_a_bf16_number():
+    q, k, v, do = family("normal")
+    t = emulate(q, k, v, FA2.replace(delta_from="o_split"), do=do)
+    residual = (t.o_fp32 - t.o).bfloat16().float()
+    assert not torch.equal(residual, t.o_fp32 - t.o)
+    assert torch.equal(t.delta, (do.float() * (t.o + residual)).sum(-1))

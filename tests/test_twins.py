@@ -51,6 +51,13 @@ def test_a_pair_is_compared_before_either_explodes():
     assert other_way.step.tolist() == [399, 219]
 
 
+def test_a_ratio_and_a_gap_are_of_pairs():
+    assert twins.ratio(MINE, BASE, lambda run: run.metrics.loss[0]).to_dict() == {1: 1.125, 3: 1.25}
+    later = arm(run(1), run(3, onset=220))
+    later.by_seed[3].metrics.loc[200:, "loss"] = 5.0
+    assert twins.loss_gap(later, BASE, 399).to_dict() == {1: 0, 3: pytest.approx(3 * 20 / 50)}
+
+
 def test_numbers_at_a_step():
     rising = run(0)
     rising.metrics["loss"] = np.arange(400.0)

@@ -32,6 +32,19 @@ def beside_at(arm, base, measure, step: int) -> pd.DataFrame:
     return runs
 
 
+def ratio(arm, base, measure) -> pd.Series:
+    """A measure of each run of an arm over that of the base's run with its seed, by seed."""
+    runs = beside(arm, base, measure)
+    return runs.mine / runs.base
+
+
+def loss_gap(arm, base, step: int) -> pd.Series:
+    """By how much the loss of each run is above that of the base's run with its seed, by seed: at a
+    step or, if one of the two explodes or ends by then, at the last before.  nats"""
+    runs = beside_at(arm, base, loss_at, step)
+    return runs.mine - runs.base
+
+
 def loss_at(run, step: int, window: int = WINDOW) -> float:
     """Mean loss of the `window` steps up to a step, nats."""
     return float(window_mean(run.metrics.loss, window)[step])

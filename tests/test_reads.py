@@ -1,0 +1,266 @@
+"""What a page reads is recorded, whatever reads it, and make executes the pages it concerns."""
+
+import contextlib
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from safetensors.numpy import save_file
+
+from lowprec import reads, runs
+from lowprec.locks import write_lock
+
+ROOT = Path(__file__).resolve().parent.parent
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def test_a_rule_names_what_is_gone_as_well():
+    text = reads.rule(Path("book/a.ipynb"), ["data/a b", "data/c#$"])
+    assert text == (
+        "book/a.ipynb: \\\n  data/a\\ b \\\n  data/c\\#$$\n\ndata/a\\ b:\ndata/c\\#$$:\n"
+    )
+
+
+def test_what_is_made_is_no_dependency(tmp_path):
+    kept = ["data/x.json", "lowprec/studies/heads.py", "book/_toc.yml", "book/references.bib"]
+    made = [
+        "build/x", "runs/a/run.json", "book/executed/a.ipynb", "book/_generated/a.md", ".git/HEAD",
+        ".venv/lib/x.py", "data/runs/.a.part/x", "lowprec.egg-info/PKG-INFO",
+        "notebooks/12_b.claims.yml", "notebooks/12_b.lock.json", "book/threats.md",
+    ]  # fmt: skip
+    lines = [f"read\t{tmp_path}/{name}\n" for name in (*kept, *made)]
+    lines += [f"claims\t{tmp_path}/notebooks/11_a.claims.yml\n", "read\t/etc/hosts\n"]
+    compiled = "lowprec/studies/__pycache__/kept.cpython-311.pyc"
+    lines += [f"read\t{tmp_path}/{compiled}\n", f"listed\t{tmp_path}/lowprec\n"]
+    (tmp_path / "log").write_text("".join(lines))
+    expected = {*kept, "notebooks/11_a.claims.yml", "lowprec/studies/kept.py"}
+    assert set(reads.dependencies(tmp_path / "log", tmp_path)) == expected
+
+
+# A small book: a repository with two pages, executed by its own make
+
+ONE = """import json
+import lzma
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from lowprec import claims
+from lowprec.runs import data_root
+from lowprec.studies import one
+
+data = data_root()
+pd.read_parquet(data / "pandas.parquet")
+pd.read_parquet(data / "columns.parquet", columns=["a"])
+pq.read_table(data / "arrow.parquet")
+pq.read_table(str(data / "filtered.parquet"), filters=[("a", ">", 1)])
+with pq.ParquetFile(data / "file.parquet") as file:
+    file.read()
+pq.read_schema(data / "schema.parquet")
+with safe_open(data / "open.safetensors", framework="numpy") as file:
+    file.get_tensor("a")
+load_file(data / "load.safetensors")
+np.load(data / "array.npy")
+lzma.open(data / "packed.xz").read()
+json.loads((data / "text.json").read_text())
+pd.read_csv(data / "table.csv")
+found = [path.parent.name for path in sorted((data / "runs" / "mini").glob("*/run.json"))]
+(data / "later" / "to-come.json").is_file()
+claims.check(two_runs=len(found))
+"""
+READ = (
+    "pandas.parquet", "columns.parquet", "arrow.parquet", "filtered.parquet", "file.parquet",
+    "schema.parquet", "open.safetensors", "load.safetensors", "array.npy", "packed.xz", "text.json",
+    "table.csv",
+)  # fmt: skip
+TWO = "from lowprec import claims\nfrom lowprec.studies import two\nclaims.check(one_is_one=1)"
+CLAIM = "- id: {}\n  sentence: A claim.\n  rule: number == {}\n  needs: 1\n"
+
+
+def write_notebook(path, code):
+    cells = [new_markdown_cell("# A page"), new_code_cell('profile: str = "recorded"')]
+    cells[1].metadata["tags"] = ["parameters"]
+    cells.append(new_code_cell(code))
+    kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": kernelspec}), path)
+
+
+def write_data(data):
+    frame = pd.DataFrame({"a": [1, 2], "b": [3, 4]})
+    for name in READ:
+        if name.endswith(".parquet"):
+            frame.to_parquet(data / name)
+        elif name.endswith(".safetensors"):
+            save_file({"a": np.zeros(2)}, data / name)
+        else:
+            (data / name).write_text("{}")
+    np.save(data / "array.npy", np.zeros(2))
+    (data / "packed.xz").write_bytes(lzma.compress(b"{}"))
+    for run in ("low-seed0", "low-seed1"):
+        (data / "runs" / "mini" / run).mkdir(parents=True)
+        (data / "runs" / "mini" / run / "run.json").write_text("{}")
+    (data / "README.md").write_text("About the data.")
+
+
+def script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def make(root, *words):
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(
+        ["make", *words], cwd=root, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    """The repository after `make book`, with a jupyter-book that only says it was called."""
+    root = tmp_path_factory.mktemp("repository")
+    shutil.copy(ROOT / "Makefile", root)
+    shutil.copytree(
+        ROOT / "lowprec", root / "lowprec", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.copytree(ROOT / "notebooks" / "profiles", root / "notebooks" / "profiles")
+    for name in ("one", "two", "unused"):
+        (root / "lowprec" / "studies" / f"{name}.py").write_text("")
+    (root / "data").mkdir()
+    write_data(root / "data")
+    runs.write_manifest(root / "data")
+    for name, code, id, value in (("11_a", ONE, "two-runs", 2), ("12_b", TWO, "one-is-one", 1)):
+        write_notebook(root / "notebooks" / f"{name}.ipynb", code)
+        (root / "notebooks" / f"{name}.claims.yml").write_text(CLAIM.format(id, value))
+        write_lock(name, root / "notebooks", {id: dict(verdict="supported", value=value, n=1)}, {})
+    (root / "book").mkdir()
+    (root / "book" / "statements.yml").write_text("[]")
+    (root / "README.md").write_text("<!-- claims -->\n<!-- /claims -->\n")
+    for name in ("constraints.txt", "pyproject.toml"):
+        (root / name).touch()
+    script(root / ".venv/bin/python", f'PYTHONPATH="{root}" exec "{sys.executable}" "$@"')
+    script(root / ".venv/bin/jupyter-book", "echo built")
+    (root / "book" / "_build").mkdir()
+    (root / ".venv" / ".stamp").touch()
+    assert executed(make(root, "book")) == ["11_a", "12_b"]
+    return root
+
+
+def executed(output):
+    return sorted(re.findall(r"-m lowprec notebook notebooks/(\w+)\.ipynb", output))
+
+
+def depends_on(root, name):
+    text = (root / "book" / "executed" / f".{name}.d").read_text()
+    return set(text.partition("\n\n")[0].replace("\\\n", " ").split()[1:])
+
+
+@needs_make
+def test_a_page_depends_on_all_that_it_read_and_on_nothing_else(book):
+    first, second = depends_on(book, "11_a"), depends_on(book, "12_b")
+    here = {"data/runs/mini", "data"}  # listed; the folder in which `later` would be
+    files = {path for path in first if path.startswith("data/") and (book / path).is_file()}
+    assert files == {f"data/{name}" for name in READ} and here <= first
+    assert "lowprec/studies/one.py" in first and "lowprec/studies/two.py" not in first
+    assert "notebooks/11_a.claims.yml" in first and "notebooks/12_b.claims.yml" not in first
+    assert {path for path in second if not path.startswith("lowprec/")} == {
+        "notebooks/12_b.claims.yml"
+    }
+    assert {"lowprec/notebook.py", "lowprec/form.py", "lowprec/verdicts.py"} <= first & second
+    assert not {"lowprec/pages.py", "lowprec/__main__.py"} & (first | second)
+
+
+CHANGES = {
+    "lowprec/studies/one.py": ["11_a"],
+    "lowprec/studies/unused.py": [],
+    "lowprec/form.py": ["11_a", "12_b"],
+    "lowprec/pages.py": [],
+    "notebooks/11_a.claims.yml": ["11_a"],
+    "notebooks/11_a.lock.json": [],
+    "notebooks/12_b.ipynb": ["12_b"],
+    "data/README.md": [],
+    "data/manifest.json": [],
+    "data/pandas.parquet": ["11_a"],
+    "data/load.safetensors": ["11_a"],
+    "constraints.txt": ["11_a", "12_b"],
+}
+
+
+@contextlib.contextmanager
+def unchanged(root):
+    """Gives every file and folder below its time back."""
+    times = {path: path.stat().st_mtime_ns for path in [root, *root.rglob("*")]}
+    yield
+    for path, time in times.items():
+        os.utime(path, ns=(time, time))
+
+
+@needs_make
+def test_nothing_is_executed_or_built_when_nothing_changed(book):
+    assert make(book, "book") == "make: Nothing to be done for 'book'.\n"
+
+
+@needs_make
+@pytest.mark.parametrize("changed, pages", CHANGES.items())
+def test_a_change_executes_the_pages_that_read_it(book, changed, pages):
+    with unchanged(book):
+        (book / changed).touch()
+        assert executed(make(book, "-n", "book")) == pages
+
+
+@needs_make
+def test_a_run_more_executes_the_page_that_lists_its_campaign(book):
+    with unchanged(book):
+        more = book / "data" / "runs" / "mini" / "low-seed2"
+        more.mkdir()
+        (more / "run.json").write_text("{}")
+        assert executed(make(book, "-n", "book")) == ["11_a"]
+        shutil.rmtree(more)
+
+
+@needs_make
+def test_what_was_not_there_executes_the_page_once_it_is(book):
+    with unchanged(book):
+        (book / "data" / "later").mkdir()
+        assert executed(make(book, "-n", "book")) == ["11_a"]
+        (book / "data" / "later").rmdir()
+
+
+@needs_make
+@pytest.mark.parametrize("name", ["lowprec/studies/one.py", "data/table.csv"])
+def test_what_is_gone_executes_the_page_and_is_no_error(book, name):
+    with unchanged(book):
+        kept = (book / name).read_bytes()
+        (book / name).unlink()
+        assert executed(make(book, "-n", "book")) == ["11_a"]
+        (book / name).write_bytes(kept)
+
+
+@needs_make
+def test_a_page_without_a_record_of_what_it_read_is_executed(book):
+    with unchanged(book):
+        record = book / "book" / "executed" / ".12_b.d"
+        kept = record.read_bytes()
+        record.unlink()
+        assert executed(make(book, "-n", "book")) == ["12_b"]
+        record.write_bytes(kept)
+
+
+@needs_make
+def test_a_page_has_the_time_of_its_start(book):
+    """So what is changed while it runs makes it old."""
+    page = book / "book" / "executed" / "11_a.ipynb"
+    assert page.stat().st_mtime < (page.parent / ".11_a.d").stat().st_mtime
