@@ -125,6 +125,23 @@ def campaign(argv: list[str]) -> None:
         sys.exit(130)
 
 
+def pack(argv: list[str]) -> None:
+    """Put the runs of a finished campaign into three files: pack CAMPAIGN."""
+    import tyro
+
+    from lowprec.pack import pack as run
+
+    def command(campaign: tyro.conf.Positional[str]):
+        """Put the runs of a finished campaign into three files, which are read as before.
+
+        Args:
+            campaign: its name in data/runs, or its folder. What was packed before stays in.
+        """
+        print(run(campaign))
+
+    tyro.cli(command, prog="python -m lowprec pack", args=argv)
+
+
 def verify(argv: list[str]) -> None:
     """Check every file of data/ against the manifest."""
     import tyro
@@ -203,7 +220,7 @@ def claims(argv: list[str]) -> None:
     main(argv)
 
 
-COMMANDS = {f.__name__: f for f in (data, train, campaign, verify, probe, notebook, claims)}
+COMMANDS = {f.__name__: f for f in (data, train, campaign, pack, verify, probe, notebook, claims)}
 
 
 def known(kind: str, name: str, names) -> str:

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from lowprec import UserError
+from lowprec import UserError, packed
 from lowprec.plan import Job, load_campaign
 from lowprec.progress import Table, table_row
 from lowprec.runs import at_root, load_run, make_folder, sha256
@@ -70,7 +70,8 @@ def run_campaign(
         jobs = [job for job in jobs if any(fnmatch.fnmatch(job.name, p) for p in only)]
     if out is not None:
         jobs = [dataclasses.replace(job, out=Path(out) / job.out.name) for job in jobs]
-    missing = [job for job in jobs if not job.out.exists()]
+    there = packed.infos(jobs[0].out.parent)
+    missing = [job for job in jobs if not job.out.exists() and job.name not in there]
     for tokens in {job.config.data for job in missing}:
         load_tokens(at_root(tokens), verify=False)
     for name, count in dict(gpus=gpus, processes=processes).items():
@@ -83,7 +84,9 @@ def run_campaign(
             job.config.check_processes(processes)
         except UserError as error:
             raise UserError(f"{job.name}: {error}; leave it out with --only") from None
-    result = {job.name: "recorded before" + _otherwise(job) for job in jobs}
+    result = {
+        job.name: "recorded before" + ("" if job in missing else _otherwise(job)) for job in jobs
+    }
     if missing:
         for name, text in result.items():
             if text.startswith("recorded before, with"):
@@ -107,8 +110,6 @@ def _keep_copy(path: Path, copy: Path, renew: bool):
 
 def _otherwise(job: Job) -> str:
     """What a recorded run has otherwise than the campaign asks for now: settings, or the file."""
-    if not job.out.exists():
-        return ""
     info = load_run(job.out).info
     then = info["config"]
     now = json.loads(job.spec())["config"]

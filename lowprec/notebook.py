@@ -24,8 +24,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from lowprec import UserError
-from lowprec.words import CLAIM_MIME, FIGURE_MIME, PROFILES
+from lowprec import UserError, facts, form
+from lowprec.words import CLAIM_MIME, FACTS_MIME, FIGURE_MIME, PROFILES
 
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
 
@@ -75,6 +75,31 @@ def check_parameters() -> None:
     if values["profile"] not in PROFILES:
         raise UserError(f"profile {values['profile']!r} is none of {', '.join(PROFILES)}")
     require_gpu(values["profile"])
+
+
+class Page:
+    """The start of a page: its parameters checked, one thread, and what most pages load.
+
+    Make it in the cell after `parameters`; raises `UserError` as `check_parameters` does. One
+    thread, so that sums have one order and pages can be made side by side.
+    """
+
+    def __init__(self):
+        from IPython import get_ipython
+
+        check_parameters()
+        self.profile = get_ipython().user_ns["profile"]
+        import torch
+
+        torch.set_num_threads(1)
+
+    def captures(self, pattern: str = "*.xz") -> dict:
+        """The recorded captures in data/captures that match, by name: {name: Capture}."""
+        from lowprec.capture import Capture
+        from lowprec.runs import data_root
+
+        paths = sorted((data_root() / "captures").glob(pattern))
+        return {path.stem: Capture.load(path) for path in paths}
 
 
 def _unknown(name: str, declared: dict[str, str]) -> str:
@@ -208,6 +233,8 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
     A page with `parameters` of its own is no page of the book: its verdicts stay plain Markdown,
     and it offers nothing to download.
     """
+    from lowprec.runs import repo_root
+
     nb = copy.deepcopy(nb)
     if not parameters:
         nb.cells = [c for c in nb.cells if "injected-parameters" not in c.metadata.get("tags", [])]
@@ -217,13 +244,16 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         cell.metadata = {"tags": tags} if tags else {}
         if cell.cell_type == "code":
             outs = _merge_streams(cell.outputs)  # an empty text would show the name of its class
-            cell.outputs = [o for o in outs if o.get("data", {}).get("text/markdown") != ""]
+            data = [o.get("data", {}) for o in outs]
+            seen = [d.get("text/markdown") != "" and FACTS_MIME not in d for d in data]
+            cell.outputs = [o for o, see in zip(outs, seen, strict=True) if see]
+    in_form = form.is_new(nb)
     for output in outputs:
         _scrub(output)
-        if not parameters:
-            _show_verdict(output)
-        elif CLAIM_MIME in output.get("data", {}):
+        if parameters and CLAIM_MIME in output.get("data", {}):
             output.data["text/markdown"] += f"\n\n{_measured_with(parameters)}\n"
+        elif not in_form:
+            _show_verdict(output)
     about = {
         "notebook": name,
         "profile": profile,
@@ -234,7 +264,9 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         "torch": version("torch"),
         "verdicts": _collect(outputs, CLAIM_MIME),
         "figures": _collect(outputs, FIGURE_MIME),
+        "facts": facts.collect(outputs),
     }
+    _fill(nb, about)
     names = [figure["name"] for figure in about["figures"]]
     if len(names) != len(set(names)):
         raise UserError(f"{name}: two figures have one name in {', '.join(names)}; rename one")
@@ -243,9 +275,27 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         "language_info": {"name": "python", "pygments_lexer": "ipython3"},
         "lowprec": about,
     }
-    nb.cells.insert(1, _rerun_cell(about, parameters or {}))
-    _show_lead(nb)
+    if in_form:
+        root = None if parameters else repo_root()
+        form.arrange(nb, about, _rerun(about, parameters or {}), root)
+    else:
+        nb.cells.insert(1, _rerun_cell(about, parameters or {}))
+        _show_lead(nb)
     return nb
+
+
+def _fill(nb, about: dict) -> None:
+    """Put facts and the fields of claims into the Markdown cells."""
+    from lowprec.runs import repo_root
+    from lowprec.verdicts import Result
+
+    page, used = about["notebook"], set()
+    results = {v["claim"]["id"]: Result.from_dict(v) for v in about["verdicts"]}
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            cell.source, names = facts.fill(cell.source, about["facts"], results, page)
+            used |= names
+    facts.refuse_unused(page, about["facts"], used, repo_root())
 
 
 def _measured_with(parameters: dict) -> str:
@@ -332,12 +382,8 @@ def hardware(profile: str = "recorded") -> str:
     return f"{os.cpu_count()}-core CPU ({names[0] if names else platform.machine()})"
 
 
-def _rerun_cell(about: dict, parameters: dict):
-    """The markdown cell after the title: how to rerun, what to download, what ran where."""
-    from nbformat.v4 import new_markdown_cell
-
-    name, profile = about["notebook"], about["profile"]
-    folder = f"../downloads/{name}"
+def _rerun(about: dict, parameters: dict, *more: str) -> str:
+    """How to rerun a page and what ran where, in Markdown; more: further items of the list."""
     computed = [f for f in about["figures"] if not f["hardware"]]
     recorded: dict[str, list] = {}
     for figure in about["figures"]:
@@ -349,29 +395,33 @@ def _rerun_cell(about: dict, parameters: dict):
 
     badges = [
         f"Executed on a {html.escape(about['hardware'])} in {about['seconds']:.0f} s, "
-        f"profile {profile}, torch {about['torch']}."
+        f"profile {about['profile']}, torch {about['torch']}."
     ]
     if computed:
         badges.append(f"Computed on this page: {links(computed)}.")
     for machine, figures in recorded.items():
         badges.append(f"Drawn from runs recorded on {html.escape(machine)}: {links(figures)}.")
-    if not parameters and not name.startswith("forks/"):  # the book offers its own pages only
-        badges.append(
-            f'Download <a href="{folder}/source.ipynb" download="{name}.ipynb">the notebook</a> '
-            f'or\n<a href="{folder}/executed.ipynb" download="{name}-executed.ipynb">this page, '
-            "executed</a>."
-        )
-    items = "\n".join(f"<li>{badge}</li>" for badge in badges)
+    items = "\n".join(f"<li>{badge}</li>" for badge in (*badges, *more))
     given = "".join(f" -p {key} {shlex.quote(str(value))}" for key, value in parameters.items())
-    text = f"""Rerun this page:
+    source = f"notebooks/{about['notebook']}.ipynb"
+    return f"""Rerun this page:
 
 ```shell
-papermill notebooks/{name}.ipynb out.ipynb -f notebooks/profiles/{profile}.yaml{given}
+papermill {source} out.ipynb -f notebooks/profiles/{about["profile"]}.yaml{given}
 ```
 
 <ul class="lowprec-provenance">
 {items}
 </ul>"""
+
+
+def _rerun_cell(about: dict, parameters: dict):
+    """The markdown cell after the title: how to rerun, what to download, what ran where."""
+    from nbformat.v4 import new_markdown_cell
+
+    offered = "" if parameters else form.downloads(about["notebook"])
+    more = [f"{offered[0].upper()}{offered[1:]}."] if offered else []
+    text = _rerun(about, parameters, *more)
     return new_markdown_cell(text, id="rerun", metadata={"tags": ["rerun"]})
 
 

@@ -9,7 +9,7 @@ book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
 book/status.md                       page x profile x date x hardware x duration x verdicts
 README.md                            the paper's statements and the counts, and the headlines, each
-                                     between two markers
+                                     between two markers, and its facts (`lowprec.facts`)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import yaml
 
-from lowprec import UserError, claims
+from lowprec import UserError, claims, facts, runs
 from lowprec.registry import Claim
 from lowprec.verdicts import VERDICTS, Result, threat_link, threat_links
 from lowprec.words import FIGURE_MIME
@@ -39,9 +39,7 @@ def write(root: Path) -> list[Path]:
     """
     book, sources = root / "book", root / "notebooks"
     registry, found = claims.load(sources), claims.recorded(sources)
-    readme = root / "README.md"
-    if readme.is_file():  # first, as it needs no executed page
-        _put(readme, with_claims(readme.read_text(), registry, statements(book), found))
+    renew(root, registry, found)  # first, as it needs no executed page
     executed = read_executed(book / "executed")
     results = check_coverage(registry, executed, sources)
     generated = book / "_generated"
@@ -65,6 +63,17 @@ def write(root: Path) -> list[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         _put(path, text)
     return [*texts, *copy_downloads(root, executed)]
+
+
+def renew(root: Path, registry: dict[str, Claim], found: dict[str, Result]) -> None:
+    """Write the claims and the facts of README.md and data/README.md anew, from the locks."""
+    readme, of_data = root / "README.md", root / "data" / "README.md"
+    if readme.is_file():
+        text = with_claims(readme.read_text(), registry, statements(root / "book"), found)
+        _put(readme, facts.renewed(text))
+    if of_data.is_file() and (text := facts.renewed(of_data.read_text())) != of_data.read_text():
+        of_data.write_text(text)
+        runs.accept_file(of_data)
 
 
 def _put(path: Path, text: str) -> None:
@@ -292,7 +301,7 @@ def _source_link(claim: Claim) -> str:
 
 def status(root: Path) -> str:
     """The status page: what was executed, where and when, and what it found."""
-    folders = root / "book" / "executed", root / "build" / "smoke", root / "build" / "gpu"
+    folders = root / "book" / "executed", root / "build" / "gpu"
     rows = []
     for folder in folders:
         for name, nb in read_executed(folder).items():

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import time
+import zipfile
 from collections import deque
 from pathlib import Path
 
@@ -32,6 +33,9 @@ from lowprec.probes import QueryErrorWindow, spectral_norms
 FLUSH = 500
 BEFORE, AFTER = 300, 50
 """Steps around the onset of an explosion whose probes are kept one by one."""
+
+DOS_FOLDER = 0x10
+"""Bit of a zip member's attributes that miniz, which torch reads with, takes for a folder."""
 
 PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0}
 """Dense BF16 rate in TFLOP/s that the maker states, by a part of the GPU's name."""
@@ -255,7 +259,7 @@ class Recorder:
             return
         path = self.part / "checkpoint.pt"
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load_archive(path)
             # a field that the checkpoint does not know has what was done before there was one
             usual = json.loads(json.dumps(dataclasses.asdict(type(self.config)())))
             before, now = usual | json.loads(state["config"]), self._fixed()
@@ -264,7 +268,8 @@ class Recorder:
                 self._take(state, model, optimizer, scaler)
         except Exception as error:  # a damaged archive or another program's raises many types
             raise UserError(
-                f"{path} is damaged ({type(error).__name__}); remove {self.part} and start again"
+                f"{path} is damaged ({type(error).__name__}); move {self.part} away, whose tables "
+                "can still be read, and start again"
             ) from None
         if differ:
             raise UserError(
@@ -405,6 +410,27 @@ class Specimens:
             self.folder.rmdir()
 
 
+def load_archive(path: Path, device: str = "cpu"):
+    """What `torch.save` wrote, tensors and plain values only.
+
+    torch reads past a flipped bit; the CRC-32 that it stored with each tensor finds one. The bit
+    that calls a member a folder is in no checksum, and torch would then read nothing, into memory
+    that is not cleared. Raises `zipfile.BadZipFile` for an archive that is damaged, and torch's
+    errors.
+    """
+    require_whole(path)
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+def require_whole(path: Path) -> None:
+    """Raise `zipfile.BadZipFile` unless each member of an archive has the checksum it came with."""
+    with zipfile.ZipFile(path) as archive:
+        folders = [m.filename for m in archive.infolist() if m.external_attr & DOS_FOLDER]
+        damaged = [*folders, archive.testzip()][0]
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"{damaged} is not as it was written")
+
+
 def weights_sha256(weights: dict) -> str:
     """One hash of all weights of a `state_dict`, bit by bit."""
     digest = hashlib.sha256()
@@ -417,15 +443,22 @@ def write_table(path: Path, table: pd.DataFrame) -> None:
     """Parquet, half its usual size: measured floats are packed by place of the byte, steps as
     differences, and the footer says nothing beyond the columns and `table.attrs`. Each page has
     a checksum."""
-    packed = {name: "BYTE_STREAM_SPLIT" for name in table if table[name].dtype.kind == "f"}
-    packed |= {"step": "DELTA_BINARY_PACKED"} if "step" in table else {}
-    content, data = pa.Table.from_pandas(table, preserve_index=False), io.BytesIO()
+    about = {"PANDAS_ATTRS": json.dumps(table.attrs)} if table.attrs else {}
+    write_groups(path, [pa.Table.from_pandas(table, preserve_index=False)], about)
+
+
+def write_groups(path: Path, groups: list[pa.Table], about: dict[str, str]) -> None:
+    """As `write_table`, tables of the same columns, each as a row group; `about` in the footer."""
+    schema, data = groups[0].schema, io.BytesIO()
+    packed = {f.name: "BYTE_STREAM_SPLIT" for f in schema if pa.types.is_floating(f.type)}
+    packed |= {"step": "DELTA_BINARY_PACKED"} if "step" in schema.names else {}
     with pq.ParquetWriter(
-        data, content.schema, compression="brotli", compression_level=10, column_encoding=packed,
-        use_dictionary=[name for name in table if name not in packed],
+        data, schema, compression="brotli", compression_level=10, column_encoding=packed,
+        use_dictionary=[name for name in schema.names if name not in packed],
         write_statistics=False, store_schema=False, write_page_checksum=True,
     ) as writer:  # fmt: skip
-        writer.write_table(content)
-        if table.attrs:
-            writer.add_key_value_metadata({"PANDAS_ATTRS": json.dumps(table.attrs)})
+        for group in groups:
+            writer.write_table(group, row_group_size=max(group.num_rows, 1))
+        if about:
+            writer.add_key_value_metadata(about)
     runs.write_atomic(path, lambda file: file.write(data.getvalue()))

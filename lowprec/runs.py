@@ -3,7 +3,9 @@
 A run folder holds `run.json` (configuration, data hash, commit, versions, hardware, how it ended),
 `metrics.parquet` (one row a step) and `probes.parquet` (one row per probe step, layer and head).
 It is written once and never overwritten. A campaign is a folder of run folders beside the
-`campaign.yaml` that asked for them. `data/manifest.json` holds a sha256 of everything in `data/`.
+`campaign.yaml` that asked for them; once it is finished its runs may be packed into three files,
+see `lowprec.packed`, and are read as before. `data/manifest.json` holds a sha256 of everything in
+`data/`.
 
 What happened to a run is decided here and nowhere else, by `find_explosion`.
 """
@@ -24,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lowprec import UserError
+from lowprec import UserError, packed
 
 METRICS = ("step", "loss", "grad_norm", "lr")
 PROBES = (
@@ -79,7 +81,7 @@ def find_explosion(loss) -> Explosion | None:
 
 @dataclass(frozen=True)
 class Run:
-    """One recorded run; tables load when first asked for."""
+    """One recorded run, in a folder of its own or packed; tables load when first asked for."""
 
     path: Path
     info: dict
@@ -138,7 +140,9 @@ class Run:
         return self._table("onset", ONSET)
 
     def _table(self, name: str, columns) -> pd.DataFrame:
-        table = _read_table(self.path / f"{name}.parquet", columns)
+        own = name not in packed.TABLES or (self.path / "run.json").is_file()
+        folder = self.path if own else self.path.parent
+        table = read_table(folder / f"{name}.parquet", columns, None if own else self.name)
         if self.finished:
             return table
         return table[table.step < self.info["steps"]]  # run.json is written last
@@ -157,6 +161,8 @@ class Run:
             sure = "confirmed" if e.confirmed else f"seen for less than {PATIENCE} steps"
             exploded = f"at step {e.onset:,}, {sure}"
         norm = self.metrics.grad_norm.tail(last).median()
+        usual = dict(positions="learned", norm="layer", mlp="gelu", n_kv_head=None)
+        parts = "".join(f", {k} {v}" for k in usual if (v := config.get(k, usual[k])) != usual[k])
         layers = "".join(f", {k}: {v}" for k, v in config.get("layers", {}).items())
         used = f", {info['mfu']:.0%} of the peak rate" if "mfu" in info else ""
         captures = len(list(self.path.glob("captures/*.xz")))
@@ -164,7 +170,8 @@ class Run:
             f"{self.path}: {info['ended']} after {info['steps']:,} steps, {info['seconds']:,.0f} s",
             f"  arm        {info['arm']}, seed {self.seed}: {self.policy}{layers}",
             f"  model      {config['n_layer']} layers, {config['n_head']} heads, "
-            f"{config['n_embd']} wide; {config['batch_size']} x {config['block_size']} tokens/step",
+            f"{config['n_embd']} wide{parts}; "
+            f"{config['batch_size']} x {config['block_size']} tokens/step",
             f"  loss       {mean[-1]:.4f} over the last {last} steps, {best:.4f} at best",
             f"  gradient   norm {norm:.3g}, median of the last {last} steps",
             f"  explosion  {exploded}",
@@ -173,11 +180,15 @@ class Run:
         ))  # fmt: skip
 
 
-def _read_table(path: Path, columns) -> pd.DataFrame:
+def read_table(path: Path, columns, run: str | None = None) -> pd.DataFrame:
+    """A table of a run, or a run's part of a packed one; raises `UserError` if it is not whole."""
     if not path.is_file():
         raise UserError(f"run folder {path.parent.name} has no {path.name}; restore it from git")
     try:
-        table = pd.read_parquet(path, page_checksum_verification=True)
+        if run is None:
+            table = pd.read_parquet(path, page_checksum_verification=True)
+        else:
+            table = packed.read(path, run)
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise UserError(
             f"{path.parent.name}/{path.name} is damaged ({type(error).__name__}); restore it from "
@@ -190,9 +201,34 @@ def _read_table(path: Path, columns) -> pd.DataFrame:
 
 
 def load_run(path) -> Run:
-    """Read a run folder; raises `UserError` if it is none, or not whole."""
+    """Read a run by its folder, which may be packed; raises `UserError` if it is none, or not
+    whole."""
     path = Path(path)
+    return _load(path, packed.infos(path.parent))
+
+
+def _load(path: Path, there: dict[str, dict]) -> Run:
+    """there: what is packed beside it, `packed.infos`."""
+    run = Run(path, info := _info(path, there))
+    if json.dumps(there.get(path.name, info)) != json.dumps(info):
+        raise UserError(
+            f"{path.name} is packed in {path.absolute().parent.name}/{packed.RUNS} and another run "
+            f"lies beside it in the folder {path.name}; move that folder away"
+        )
+    steps = len(run.metrics)
+    if steps != info.get("steps", steps):  # an unfinished run shows no more than run.json says
+        raise UserError(
+            f"metrics.parquet has {steps} steps of {path.name} where its run.json says "
+            f"{info['steps']}; restore it from git"
+        )
+    return run
+
+
+def _info(path: Path, there: dict[str, dict]) -> dict:
+    """What a run's run.json says."""
     file = path / "run.json"
+    if path.name in there and not file.is_file():
+        return there[path.name]
     if not path.is_dir():
         part = path.with_name(f".{path.name}.part")
         hint = f"; {part.name} there holds an unfinished one" if part.is_dir() else ""
@@ -201,18 +237,25 @@ def load_run(path) -> Run:
     if not file.is_file():
         raise UserError(f"{path.name!r} is not a run folder: it has no run.json")
     try:
-        info = json.loads(file.read_text())
-        info["config"]["policy"], info["hardware"], info["ended"]
+        return packed.parse(file.read_text())
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path.name}/run.json is damaged; restore it from git") from None
-    run = Run(path, info)
-    steps = len(run.metrics)
-    if steps != info.get("steps", steps):  # an unfinished run shows no more than run.json says
-        raise UserError(
-            f"{path.name}/metrics.parquet has {steps} steps where run.json says {info['steps']}; "
-            f"restore it from git"
-        )
-    return run
+
+
+def read_info(path: Path) -> dict:
+    """What the run.json of a run says, in its folder or packed; raises as `load_run` does."""
+    return _info(path, packed.infos(path.parent))
+
+
+def is_run(path: Path) -> bool:
+    """Whether there is a run of that folder, or a packed one."""
+    return (path / "run.json").is_file() or path.name in packed.infos(path.parent)
+
+
+def run_paths(folder: Path) -> list[Path]:
+    """The folders of a campaign's runs, the packed ones' included; not unfinished ones."""
+    found = {path.parent for path in folder.glob("[!.]*/run.json")}
+    return sorted(found | {folder / name for name in packed.infos(folder)})
 
 
 def campaign_folder(campaign) -> Path:
@@ -240,7 +283,7 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
     Raises `UserError` for a campaign without runs, or without one of `arms`.
     """
     folder = campaign_folder(campaign)
-    paths = sorted(p.parent for p in folder.glob("[!.]*/run.json"))  # not unfinished ones
+    paths, there = run_paths(folder), packed.infos(folder)
     if not paths:
         if (folder / "run.json").is_file():
             raise UserError(f"{folder} is one run: take load_run, or the folder that holds it")
@@ -251,7 +294,7 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
             hint = f"only {', '.join(unfinished)}, unfinished"
         raise UserError(f"there are no run folders in {folder}; {hint}")
     rows = []
-    for run in map(load_run, paths):
+    for run in (_load(path, there) for path in paths):
         e = run.explosion
         exploded = e is not None and e.confirmed
         rows.append(
@@ -316,38 +359,65 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _data_files(root: Path) -> list[Path]:
-    """Every file but the manifest and what is hidden: logs and unfinished runs."""
+def _entries(root: Path) -> dict[str, tuple[Path, list[Path]]]:
+    """What the manifest lists: each file, and each packed campaign as one; {name: (path, files)}.
+
+    Not the manifest itself, nor what is hidden: logs and unfinished runs."""
     files = [p for p in root.rglob("*") if p.is_file() and p != root / "manifest.json"]
     hidden = {p for p in files if any(part.startswith(".") for part in p.relative_to(root).parts)}
-    return sorted(set(files) - hidden)
+    files = sorted(set(files) - hidden)
+    folders = {p.parent for p in files if p.name == packed.RUNS}
+    entries: dict = {}
+    for file in files:
+        path = next((folder for folder in file.parents if folder in folders), file)
+        entries.setdefault(path.relative_to(root).as_posix(), (path, []))[1].append(file)
+    return entries
+
+
+def _digest(path: Path, files: list[Path]) -> str:
+    """The sha256 of a file, or of what `sha256sum` prints of the sorted files of a folder."""
+    if path.is_file():
+        return sha256(path)
+    names = sorted(file.relative_to(path).as_posix() for file in files)
+    lines = "".join(f"{sha256(path / name)}  {name}\n" for name in names)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def write_manifest(root: Path | None = None) -> Path:
-    """Record the sha256 of every file under data/ in data/manifest.json."""
+    """Record the sha256 of every file and packed campaign under data/ in data/manifest.json."""
     root = root or data_root()
-    entries = {p.relative_to(root).as_posix(): sha256(p) for p in _data_files(root)}
+    entries = {name: _digest(*what) for name, what in _entries(root).items()}
     path = root / "manifest.json"
     path.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
     return path
 
 
+def accept_file(path: Path) -> None:
+    """Record one file of data/ in the manifest as it is now, and no other."""
+    root = data_root()
+    manifest = root / "manifest.json"
+    entries = json.loads(manifest.read_text())
+    entries[path.relative_to(root).as_posix()] = sha256(path)
+    manifest.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+
+
 def verify(root: Path | None = None) -> int:
     """Check every file of data/ against the manifest; return how many there are.
 
-    Raises `UserError` naming the first few files that differ, are missing or are not listed.
+    Raises `UserError` naming the first few files, or packed campaigns, that differ, are missing or
+    are not listed.
     """
     root = root or data_root()
     try:
         entries = dict(json.loads((root / "manifest.json").read_text()))
     except (OSError, ValueError, TypeError):
         raise UserError("data/manifest.json is missing or damaged; restore it from git") from None
-    present = {p.relative_to(root).as_posix(): p for p in _data_files(root)}
+    present = _entries(root)
     wrong = [f"{name} is missing" for name in entries if name not in present]
     wrong += [f"{name} is not in the manifest" for name in present if name not in entries]
     wrong += [
         f"{name} differs" for name, digest in entries.items()
-        if name in present and sha256(present[name]) != digest
+        if name in present and _digest(*present[name]) != digest
     ]  # fmt: skip
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -355,7 +425,7 @@ def verify(root: Path | None = None) -> int:
             f"data/ does not match its manifest: {'; '.join(wrong[:3])}{more}; restore the files "
             f"with git, or accept the change with `python -m lowprec verify --write`"
         )
-    return len(entries)
+    return sum(len(files) for _, files in present.values())
 
 
 def git_commit() -> str:

@@ -12,7 +12,7 @@ What counts as an explosion, and when a run is censored, is decided in `lowprec.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,7 @@ from scipy import stats
 
 from lowprec import UserError, claims
 from lowprec.plan import load_campaign
-from lowprec.runs import campaign_folder, load_runs, require_arms
+from lowprec.runs import campaign_folder, load_runs, require_arms, run_paths
 from lowprec.verdicts import Result
 
 SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
@@ -64,6 +64,12 @@ class Arm:
         """The runs, {seed: Run}."""
         return dict(zip(self.runs.seed, self.runs.run, strict=True)) if self.n else {}
 
+    def only(self, seeds) -> Arm:
+        """The arm with some of its seeds alone, those that it plans."""
+        seeds = tuple(seed for seed in self.seeds if seed in set(seeds))
+        runs = self.runs[self.runs.seed.isin(seeds)] if self.n else None
+        return replace(self, seeds=seeds, runs=None if runs is None or runs.empty else runs)
+
     def outcomes(self, by: float = np.inf) -> pd.Series:
         """Whether each seed exploded by a step, True or False, those left out of which it is not
         known, see `counted`. What a claim that counts runs or seeds takes."""
@@ -104,6 +110,11 @@ def _open_by(runs: pd.DataFrame, by: float) -> pd.Series:
     return ~runs.exploded.astype(bool) & rose & (runs.duration <= by)
 
 
+def exploded_of(*arms: Arm) -> str:
+    """How many of the runs of these arms exploded, for prose: "4 of 12"."""
+    return f"{sum(arm.exploded for arm in arms)} of {sum(arm.n for arm in arms)}"
+
+
 def load_arms(campaign, arms=()) -> dict[str, Arm]:
     """The arms that a campaign plans, with as much of each as is recorded, perhaps nothing.
 
@@ -116,12 +127,28 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
         planned.setdefault(job.arm, []).append(job.config)
     require_arms(campaign, arms, planned)
     recorded = {}
-    if any(folder.glob("[!.]*/run.json")):
+    if run_paths(folder):
         recorded = dict(iter(load_runs(folder).groupby("arm")))
     return {
         arm: Arm(arm, configs[0], tuple(c.seed for c in configs), recorded.get(arm))
         for arm, configs in planned.items()
     }
+
+
+def measured(arms: dict, **measures) -> pd.DataFrame:
+    """A row a run: columns arm (its label), seed, run, and one of each measure's name.
+
+    arms: {label: `Arm`}. measures: name=function of a `lowprec.runs.Run`. An arm without runs has
+    one row, with NaN for each measure and no run.
+    """
+    rows = []
+    for label, arm in arms.items():
+        for seed, run in arm.by_seed.items():
+            numbers = {name: measure(run) for name, measure in measures.items()}
+            rows.append(dict(arm=label, seed=seed, run=run) | numbers)
+        if not arm.n:
+            rows.append(dict(arm=label))
+    return pd.DataFrame(rows, columns=["arm", "seed", "run", *measures])
 
 
 def kaplan_meier(table: pd.DataFrame) -> pd.DataFrame:

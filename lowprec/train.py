@@ -47,8 +47,8 @@ def train(
     `UserError`. Every process of `torchrun` calls this; the first one writes.
     """
     out = Path(out)
-    if out.exists():
-        ended = resume and (out / "run.json").is_file()
+    if out.exists() or runs.is_run(out):
+        ended = resume and runs.is_run(out)
         why = "has ended, there is nothing to resume" if ended else "exists"
         raise UserError(f"run folder {out} {why}; it is never overwritten, choose another name")
     with processes(config) as group, deterministic(), stop_signal() as stop:

@@ -122,7 +122,16 @@ class Result:
         head = f":::{{admonition}} {self.verdict.capitalize()}\n:class: {BOXES[self.verdict]}\n"
         return f"{head}{f':name: claim-{c.id}' if target else ''}\n{body}\n:::\n"
 
+    def judged(self) -> str:
+        """How it was judged, in MyST: measurement, rule, source, and what each unit gave."""
+        source = self.claim.source and f"{{cite:t}}`{self.claim.source}`"
+        return self._how(source, threat_links(self.claim))
+
     def _paragraphs(self, sentence: str, source: str | None, threats=None) -> str:
+        gloss = f" *{self.claim.gloss}*" if self.claim.gloss else ""
+        return f"{sentence}{gloss}\n\n{self._how(source, threats)}"
+
+    def _how(self, source: str | None, threats) -> str:
         c = self.claim
         rule = f"Measured: {self.measured()}. Supported if {c.parsed.words}. "
         if c.refuted_if:
@@ -132,9 +141,8 @@ class Result:
             rule += " Exploratory: the rule was chosen after seeing these data."
         if c.doubts:
             rule += f" Doubt it first for: {', '.join(threats or c.doubts)}."
-        gloss = f" *{c.gloss}*" if c.gloss else ""
         listed = self.listed() and f"{self.listed()}."
-        return "\n\n".join(filter(None, (sentence + gloss, rule, listed, self.note)))
+        return "\n\n".join(filter(None, (rule, listed, self.note)))
 
     def as_dict(self) -> dict:
         return asdict(self)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-PROFILES = ("smoke", "recorded", "gpu")
-"""What a page may be run as: quickly, on the recorded runs, or with the runs made anew on a GPU."""
+PROFILES = ("recorded", "gpu")
+"""What a page may be run as: on the recorded runs, or with the runs made anew on a GPU."""
 
 CLAIM_MIME = "application/vnd.lowprec.claim+json"
 """Carried by the output of a verdict (`lowprec.claims`)."""

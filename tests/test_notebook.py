@@ -32,7 +32,7 @@ def kernel(monkeypatch, *cells):
 
 
 def test_parameters_that_are_right_pass(monkeypatch):
-    kernel(monkeypatch, "x = 1", PARAMETERS, "# Parameters\nseeds = 5\nprofile = 'smoke'\n")
+    kernel(monkeypatch, "x = 1", PARAMETERS, "# Parameters\nseeds = 5\nprofile = 'recorded'\n")
     notebook.check_parameters()
 
 
@@ -70,7 +70,7 @@ def test_a_cell_run_again_counts_in_its_last_form(monkeypatch):
         ("seeds = True", "parameter 'seeds' takes int and was given True (bool)"),
         ("quick = 1", "parameter 'quick' takes bool and was given 1 (int)"),
         ("lr = None", "parameter 'lr' takes float and was given None (NoneType)"),
-        ("profile = 'fast'", "profile 'fast' is none of smoke, recorded, gpu"),
+        ("profile = 'fast'", "profile 'fast' is none of recorded, gpu"),
     ],
 )
 def test_a_wrong_parameter_is_named(monkeypatch, injected, sentence):
@@ -120,16 +120,16 @@ def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
         FIGURE.format("loss", "NVIDIA H200"),
         VERDICT,
     )
-    page = notebook.execute(source, tmp_path / "out" / "page.ipynb", "smoke")
+    page = notebook.execute(source, tmp_path / "out" / "page.ipynb")
     text = (tmp_path / "out" / "page.ipynb").read_text()
     for trace in (str(ROOT), sys.prefix, str(tmp_path), "papermill.record", "injected-parameters"):
         assert trace not in text
     about = page.metadata["lowprec"]
-    assert (about["notebook"], about["profile"]) == ("11_question", "smoke")
+    assert (about["notebook"], about["profile"]) == ("11_question", "recorded")
     assert [v["verdict"] for v in about["verdicts"]] == ["supported"]
     assert [f["name"] for f in about["figures"]] == ["live", "loss"]
     rerun = page.cells[1].source
-    assert "papermill notebooks/11_question.ipynb out.ipynb -f notebooks/profiles/smoke" in rerun
+    assert "papermill notebooks/11_question.ipynb out.ipynb -f notebooks/profiles/recorded" in rerun
     assert 'Computed on this page: <a href="#figure-live">live</a>.' in rerun
     assert 'recorded on NVIDIA H200: <a href="#figure-loss">loss</a>.' in rerun
     assert "{cite:t}`qiu2025`" in page.cells[-1].outputs[0].data["text/markdown"]
@@ -140,7 +140,7 @@ def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
 def test_a_table_is_the_same_text_in_every_execution(tmp_path):
     table = "from lowprec.plots import show_table\nimport pandas as pd\n"
     source = write_notebook(tmp_path / "11_question.ipynb", table + "show_table(pd.DataFrame([1]))")
-    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+    page = notebook.execute(source, tmp_path / "page.ipynb")
     (output,) = page.cells[-1].outputs
     assert output.data["text/plain"] == "<pandas.io.formats.style.Styler>"
 
@@ -154,9 +154,9 @@ def test_a_home_at_the_root_is_no_trace(monkeypatch):
 
 def test_a_page_with_parameters_says_so_and_reads_without_the_book(tmp_path):
     source = write_notebook(tmp_path / "11_question.ipynb", VERDICT)
-    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke", {"seeds": 7})
+    page = notebook.execute(source, tmp_path / "page.ipynb", "recorded", {"seeds": 7})
     rerun = page.cells[1].source
-    assert "-f notebooks/profiles/smoke.yaml -p seeds 7\n" in rerun and "Download" not in rerun
+    assert "-f notebooks/profiles/recorded.yaml -p seeds 7\n" in rerun and "Download" not in rerun
     verdict = page.cells[-1].outputs[0].data["text/markdown"]
     assert verdict.startswith("**Supported.** Two is small.") and "cite" not in verdict
     assert "\n\nMeasured with seeds=7; the sentence" in verdict
@@ -166,7 +166,7 @@ def test_a_failed_execution_keeps_the_older_page(tmp_path):
     source = write_notebook(tmp_path / "11_question.ipynb", "1 / 0")
     output = tmp_path / "page.ipynb"
     output.write_text("older")
-    command = [sys.executable, "-m", "lowprec", "notebook", source, output, "--profile", "smoke"]
+    command = [sys.executable, "-m", "lowprec", "notebook", source, output]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "ZeroDivisionError: division by zero" in done.stderr
@@ -177,7 +177,7 @@ def test_a_failed_execution_keeps_the_older_page(tmp_path):
 def test_a_users_mistake_is_one_sentence(tmp_path):
     source = write_notebook(tmp_path / "11_question.ipynb")
     with pytest.raises(UserError) as error:
-        notebook.execute(source, tmp_path / "page.ipynb", "smoke", {"seeds": "all"})
+        notebook.execute(source, tmp_path / "page.ipynb", "recorded", {"seeds": "all"})
     sentence = "11_question.ipynb: parameter 'seeds' takes int and was given 'all' (str)"
     assert str(error.value) == sentence
     assert not (tmp_path / "page.ipynb").exists()
@@ -186,7 +186,7 @@ def test_a_users_mistake_is_one_sentence(tmp_path):
 def test_an_empty_text_leaves_no_output(tmp_path):
     code = "from IPython.display import Markdown\ndisplay(Markdown('')); Markdown('x')"
     source = write_notebook(tmp_path / "11_question.ipynb", code)
-    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+    page = notebook.execute(source, tmp_path / "page.ipynb")
     assert [o.data["text/markdown"] for o in page.cells[-1].outputs] == ["x"]
 
 
@@ -199,7 +199,7 @@ def test_the_figure_tagged_lead_is_shown_first_too():
     figure = new_code_cell("draw()", outputs=[new_output("display_data", data=data)])
     figure.metadata["tags"] = ["hide-input", "lead"]
     nb = new_notebook(cells=[new_markdown_cell(f"{head}\n\n{table}"), figure])
-    page = notebook.as_page(nb, "11_question", "smoke", 1.0)
+    page = notebook.as_page(nb, "11_question", "recorded", 1.0)
     assert [c.source for c in (page.cells[0], page.cells[2])] == [head, table]
     lead = page.cells[1].outputs[0].data
     twice = '<figure ><path id="lead-x-a"/><use href="#lead-x-a"/></figure>'
@@ -211,7 +211,8 @@ def test_the_figure_tagged_lead_is_shown_first_too():
 def test_a_table_shows_minus_signs():
     html = '<table class="dataframe"><td>-0.5</td><td>fa2-seed1</td><td>a -1</td></table>'
     cell = new_code_cell("t", outputs=[new_output("display_data", data={"text/html": html})])
-    page = notebook.as_page(new_notebook(cells=[new_markdown_cell("# A"), cell]), "11", "smoke", 1)
+    nb = new_notebook(cells=[new_markdown_cell("# A"), cell])
+    page = notebook.as_page(nb, "11", "recorded", 1)
     shown = page.cells[-1].outputs[0].data["text/html"]
     assert shown == html.replace("-0.5", "−0.5")
 
@@ -220,7 +221,7 @@ def test_two_figures_of_one_name_are_refused(tmp_path):
     figure = FIGURE.format("loss", None)
     source = write_notebook(tmp_path / "11_question.ipynb", figure, figure)
     with pytest.raises(UserError, match="two figures have one name"):
-        notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+        notebook.execute(source, tmp_path / "page.ipynb")
 
 
 def test_a_verdict_that_changed_unseen_stops_the_build_and_not_the_reader(tmp_path):
@@ -252,7 +253,7 @@ def test_a_file_that_is_no_notebook_is_named(tmp_path, text):
     source = tmp_path / "11_question.ipynb"
     source.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match="11_question.ipynb is not a notebook"):
-        notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+        notebook.execute(source, tmp_path / "page.ipynb")
 
 
 def test_a_page_replaces_neither_its_source_nor_a_folder(tmp_path):
@@ -260,9 +261,9 @@ def test_a_page_replaces_neither_its_source_nor_a_folder(tmp_path):
     before = source.read_bytes()
     for output in (source, tmp_path / "a" / ".." / source.name, tmp_path):
         with pytest.raises(UserError, match="is not replaced by a page"):
-            notebook.execute(source, output, "smoke")
+            notebook.execute(source, output)
     with pytest.raises(UserError, match="cannot make the folder .*11_question.ipynb: "):
-        notebook.execute(source, source / "page.ipynb", "smoke")
+        notebook.execute(source, source / "page.ipynb")
     assert source.read_bytes() == before and os.listdir(tmp_path) == [source.name]
 
 
@@ -276,7 +277,7 @@ def test_a_page_replaces_neither_its_source_nor_a_folder(tmp_path):
 )
 def test_papermill_itself_ends_with_the_sentence(tmp_path, words, sentence):
     source = write_notebook(tmp_path / "11_question.ipynb")
-    profile = ROOT / "notebooks" / "profiles" / "smoke.yaml"
+    profile = ROOT / "notebooks" / "profiles" / "recorded.yaml"
     command = [sys.executable, "-m", "papermill", source, tmp_path / "out.ipynb", "-f", profile]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -288,7 +289,7 @@ def test_papermill_itself_ends_with_the_sentence(tmp_path, words, sentence):
 
 def test_the_template_runs_and_reaches_a_verdict(tmp_path):
     source = ROOT / "notebooks" / "_template.ipynb"
-    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+    page = notebook.execute(source, tmp_path / "page.ipynb")
     about = page.metadata["lowprec"]
     assert [v["verdict"] for v in about["verdicts"]] == ["supported"]
     assert about["figures"] and about["seconds"] < 60
@@ -309,7 +310,8 @@ def test_the_example_of_the_fork_page_runs_and_reaches_a_verdict(tmp_path):
     source = tmp_path / "forks" / "normaliser.ipynb"
     source.parent.mkdir()
     nbformat.write(forked(), source)
-    page = notebook.execute(source, tmp_path / "page.ipynb", "smoke")
+    one = {"names": "fa2-b-seed4"}
+    page = notebook.execute(source, tmp_path / "page.ipynb", parameters=one)
     about = page.metadata["lowprec"]
     assert [v["verdict"] for v in about["verdicts"]] == ["inconclusive"]
     assert about["figures"] and about["seconds"] < 60

@@ -33,6 +33,8 @@ PARTS = {
     "llama": LLAMA | dict(n_kv_head=1, qk_norm=True),
 }
 SMALL = dict(n_layer=2, n_head=4, n_embd=32, block_size=24)
+USUAL_PARTS = ("positions", "norm", "mlp", "n_kv_head")
+"""What a run's summary says where it is not the usual one."""
 parts = pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
 
 
@@ -198,6 +200,7 @@ def test_a_part_trains_resumes_bit_by_bit_and_is_read_again(part, tmp_path, monk
     assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
     assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
     assert whole.metrics.loss.iloc[-1] < whole.metrics.loss[0]
+    assert ("wide;" in whole.summary()) == set(part).isdisjoint({*USUAL_PARTS})
     again = dataclasses.asdict(TrainConfig(**whole.info["config"]))
     assert json.loads(json.dumps(again)) == whole.info["config"]
     file = Capture.load(tmp_path / "a/captures/step-000005.xz")

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lowprec
+from lowprec import form
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -124,12 +125,15 @@ def test_notebook_has_the_form_that_readers_and_papermill_rely_on(path):
     cells = nb["cells"]
     title = "".join(cells[0]["source"])
     assert cells[0]["cell_type"] == "markdown" and title.startswith("# ")
-    rows = re.findall(r"^\| *([^|]+?) *\| *((?:\\\||[^|\n])+?) *\|$", title, re.MULTILINE)
-    assert [name for name, _ in rows if name in HEADER] == list(HEADER)
+    if form.is_new(nb):
+        assert re.search(r"(?ms)^\*\*Question\.\*\* .+^\*\*Answer\.\*\* .", title)
+    else:
+        rows = re.findall(r"^\| *([^|]+?) *\| *((?:\\\||[^|\n])+?) *\|$", title, re.MULTILINE)
+        assert [name for name, _ in rows if name in HEADER] == list(HEADER)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert "parameters" in code[0]["metadata"].get("tags", [])
     assert "".join(code[0]["source"]).startswith('profile: str = "recorded"')
-    assert "check_parameters()" in "".join(code[1]["source"])
+    assert re.search(r"\b(check_parameters|Page)\(\)", "".join(code[1]["source"]))
     leads = [cell["id"] for cell in code if "lead" in cell["metadata"].get("tags", [])]
     assert len(leads) == 1, "tag the cell of the figure that a reader should see first with `lead`"
     shown = [cell["id"] for cell in code if re.search(r'["\n]##+ \w', "".join(cell["source"]))]
@@ -159,13 +163,13 @@ def test_tracked_files_stay_small():
         pytest.skip("not a git checkout")
     files = [ROOT / name for name in listed.stdout.split("\0") if name]
     sizes = {path: path.stat().st_size for path in files if path.is_file()}
-    assert sum(sizes.values()) < 57e6
+    assert sum(sizes.values()) < 83e6
     data = {path: size for path, size in sizes.items() if path.is_relative_to(ROOT / "data")}
     of = Counter()
     for path, size in data.items():
         part = path.relative_to(ROOT / "data").parts[0]
         of[part if part in ("runs", "captures") else "rest"] += size
-    assert of["runs"] < 37.5e6 and of["captures"] < 13.5e6 and of["rest"] < 3e6, of
+    assert of["runs"] < 58e6 and of["captures"] < 18e6 and of["rest"] < 4e6, of  # 80 MB
 
 
 @pytest.mark.parametrize("words", [["tarin"], ["claims", "--writ"]])
@@ -213,7 +217,7 @@ def built(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     sources = (
         "notebooks/11_a.ipynb", "notebooks/12_b.ipynb", "notebooks/profiles/recorded.yaml",
-        "notebooks/profiles/smoke.yaml", "lowprec/formats.py", "data/run.parquet",
+        "notebooks/profiles/gpu.yaml", "lowprec/formats.py", "data/run.parquet",
         "notebooks/11_a.claims.yml", "book/intro.md", "README.md",
     )  # fmt: skip
     products = (
@@ -245,7 +249,7 @@ def test_make_does_nothing_when_nothing_changed(built):
     [
         ("notebooks/11_a.ipynb", ["11_a"]),
         ("notebooks/profiles/recorded.yaml", ["11_a", "12_b"]),
-        ("notebooks/profiles/smoke.yaml", []),
+        ("notebooks/profiles/gpu.yaml", []),
         ("lowprec/formats.py", ["11_a", "12_b"]),
         ("data/run.parquet", ["11_a", "12_b"]),
         ("constraints.txt", ["11_a", "12_b"]),
@@ -256,16 +260,16 @@ def test_make_executes_what_a_change_touches(built, changed, notebooks):
     (built / changed).touch()
     done = make(built, "-n", "book")
     assert executed(done.stdout) == notebooks
-    assert ("jupyter-book build" in done.stdout) == (changed != "notebooks/profiles/smoke.yaml")
+    assert ("jupyter-book build" in done.stdout) == (changed != "notebooks/profiles/gpu.yaml")
 
 
 @needs_make
 def test_make_notebooks_keeps_profiles_apart(built):
-    done = make(built, "-n", "notebooks", PROFILE="smoke")
+    done = make(built, "-n", "notebooks", PROFILE="gpu")
     assert executed(done.stdout) == ["11_a", "12_b"]
-    assert "build/smoke/11_a.ipynb --profile smoke" in done.stdout
-    done = make(built, "notebooks", PROFILE="smokey")
-    assert done.returncode != 0 and "take smoke, recorded or gpu" in done.stderr
+    assert "build/gpu/11_a.ipynb --profile gpu" in done.stdout
+    done = make(built, "notebooks", PROFILE="gpus")
+    assert done.returncode != 0 and "take recorded or gpu" in done.stderr
 
 
 @needs_make

@@ -162,7 +162,7 @@ def test_a_flipped_bit_is_noticed(tmp_path):
     for i in range(len(content)):
         path.write_bytes(content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :])
         with contextlib.suppress(UserError):
-            read = runs._read_table(path, ("step", "loss"))
+            read = runs.read_table(path, ("step", "loss"))
             pd.testing.assert_frame_equal(read, table, check_exact=True)
 
 
@@ -249,6 +249,13 @@ def test_the_commit_says_whether_the_code_had_changed(tmp_path, monkeypatch):
     assert runs.git_commit() == "abc"
 
 
+def recorded_paths():
+    folders = (runs.data_root() / "runs").iterdir()
+    found = [path for folder in folders for path in runs.run_paths(folder)]
+    assert len(found) >= 533
+    return found
+
+
 def test_each_runs_commit_has_its_predictions():
     """The campaign file that the run's commit holds asks for the run: its arm and its seed."""
     root = runs.repo_root()
@@ -259,9 +266,9 @@ def test_each_runs_commit_has_its_predictions():
     if git("rev-parse", "--is-shallow-repository").strip() != b"false":
         pytest.skip("not a git clone with its history")
     recorded = {}
-    for path in (root / "data/runs").glob("*/*/run.json"):
-        info = json.loads(path.read_text())
-        name = f"{info['commit']}:data/runs/{path.parts[-3]}/campaign.yaml"
+    for path in recorded_paths():
+        info = runs.read_info(path)
+        name = f"{info['commit']}:data/runs/{path.parent.name}/campaign.yaml"
         recorded.setdefault(name, []).append(info)
     rest = git("cat-file", "--batch", input="\n".join(recorded).encode())
     for name, infos in recorded.items():
@@ -316,8 +323,8 @@ def test_the_book_quotes_messages_that_there_are():
 
 
 def test_run_json_holds_no_absolute_path():
-    for path in (runs.data_root() / "runs").rglob("run.json"):
-        info = json.loads(path.read_text())
+    for path in recorded_paths():
+        info = runs.read_info(path)
         places = info["config"].pop("layers", {})
         assert all(re.fullmatch(r"\d+(/[\d,]+)?", place) for place in places), path
         assert "/" not in json.dumps(info).replace("n/a", ""), path

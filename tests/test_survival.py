@@ -11,7 +11,15 @@ import pytest
 import scipy.stats
 
 from lowprec import UserError, claims, runs
-from lowprec.survival import Arm, compare_arms, counted, holm, kaplan_meier, load_arms
+from lowprec.survival import (
+    Arm,
+    compare_arms,
+    counted,
+    exploded_of,
+    holm,
+    kaplan_meier,
+    load_arms,
+)
 
 
 def arm(name, durations, exploded):
@@ -170,6 +178,11 @@ def test_an_arm_that_was_not_followed_long_enough_prevents_nothing():
     row = compare_arms(pd.concat([LOW, late]), "low").iloc[1]
     assert row.p == pytest.approx(scipy.stats.fisher_exact([[7, 1], [0, 8]]).pvalue)
     assert row.verdict == "prevents", "7 of 8 had exploded by then"
+    early = FIXED.assign(duration=2650)
+    row = compare_arms(pd.concat([LOW, early]), "low").iloc[1]
+    assert row.p_holm == pytest.approx(scipy.stats.fisher_exact([[6, 2], [0, 8]]).pvalue)
+    assert row.p_holm < 0.05
+    assert row.verdict == "not seen in 8", "only 6 of 8 had, the others later"
 
 
 def test_holm_by_hand():
@@ -260,6 +273,7 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         assert (low.n, low.exploded, low.complete) == (seed + 1, seed + 1, complete)
         assert low.by_seed[seed].name == f"low-seed{seed}"
         assert not arms["fa2"].complete
+        assert exploded_of(low) == f"{seed + 1} of {seed + 1}" == exploded_of(*arms.values())
     with pytest.raises(UserError, match="no campaign file"):
         load_arms("nowhere")
 
@@ -297,6 +311,8 @@ def test_a_run_that_ends_in_a_rise_counts_neither_way():
     assert set(centred.outcomes(rise.onset - 1).index) == set(table.seed) > set(known.index)
     assert load_arms("mini")["low"].outcomes().to_dict() == dict.fromkeys(range(8), True)
     assert centred.rising == 1 and centred.exploded == 0
+    both = centred, load_arms("mini")["low"]
+    assert exploded_of(*both) == f"8 of {8 + centred.n}" and exploded_of() == "0 of 0"
     assert Arm("-", centred.config, (0,), None).rising == 0
     low = runs.load_runs("mini")
     assert counted(low[low.arm == "low"]) == (8, 8)

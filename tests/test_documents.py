@@ -1,0 +1,135 @@
+"""Documents say what the locks have: those of the book as it is built, README as it is written."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from lowprec import UserError, facts, pages, runs
+from lowprec.locks import write_lock
+
+ROOT = Path(__file__).resolve().parent.parent
+CLAIMS = """- id: delta-alone
+  sentence: Only δ matters.
+  rule: count of runs that explode == 0
+  needs: 8
+"""
+CONF = """extensions = ["myst_nb", "lowprec.book"]
+nb_execution_mode = "off"
+myst_enable_extensions = ["substitution"]
+"""
+PAGE = """# A
+
+Of runs {{ claim("delta-alone").count }} explode ({{ claim('delta-alone').verdict }}), a share of
+{{ fact("11_a", "share", ".1%") }}, in {{ fact("11_a", "model") }}.
+"""
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A repository with one page, accepted, and a book of three documents."""
+    for folder in ("data", "notebooks", "book"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "notebooks" / "11_a.claims.yml").write_text(CLAIMS)
+    nbformat.write(
+        new_notebook(cells=[new_markdown_cell("# A")]), tmp_path / "notebooks/11_a.ipynb"
+    )
+    lock(tmp_path)
+    index = "# Book\n\n```{toctree}\na\nb\n```\n"
+    for name, text in {"conf.py": CONF, "index.md": index, "a.md": PAGE, "b.md": "# B\n"}.items():
+        (tmp_path / "book" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def lock(root, value=0, **more):
+    entries = {"delta-alone": {"verdict": "supported", "value": value, "n": 8}}
+    held = {"share": 0.0314, "model": "`mini` and -1", **more}
+    write_lock("11_a", root / "notebooks", entries, held)
+
+
+def build(root):
+    """(exit status, what Sphinx printed, the text of a.html)."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-v", "book", "build"]
+    ours = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=ours)
+    page = root / "build" / "a.html"
+    text = re.sub(r"<[^>]+>", "", page.read_text()) if page.is_file() else ""
+    return done.returncode, done.stdout + done.stderr, " ".join(text.split())
+
+
+def test_documents_of_the_book_say_what_the_locks_have(root):
+    status, said, text = build(root)
+    assert status == 0, said
+    assert "Of runs 0 of 8 explode (supported), a share of 3.1%, in mini and -1." in text
+    lock(root, value=3)
+    status, said, text = build(root)
+    assert status == 0 and "Of runs 3 of 8 explode" in text
+    assert "reading sources... [100%] a" in said and "] b" not in said.partition("reading")[2]
+
+
+WRONG = {
+    'fact("11_a", "modle")': "the lock of 11_a has no fact modle: did you mean model?",
+    'fact("12_b", "model")': "the lock of 12_b has no fact model",
+    'claim("delta-aloen").n': "no lock has a claim delta-aloen: did you mean delta-alone?",
+    'claim("delta-alone").size': "a claim has no 'size': take value, n, count, verdict",
+}
+
+
+def test_an_unknown_name_stops_the_build(root):
+    (root / "book" / "a.md").write_text("# A\n\n" + "\n\n".join(f"{{{{ {x} }}}}" for x in WRONG))
+    status, said, _ = build(root)
+    assert status != 0
+    for sentence in WRONG.values():
+        assert sentence in said
+
+
+def test_folded_outputs_have_their_title(root):
+    folded = new_code_cell("x", outputs=[new_output("display_data", data={"text/plain": "7"})])
+    folded.metadata = {"tags": ["fold", "hide-input", "hide-output"], "fold": "By seed"}
+    page = new_notebook(cells=[new_markdown_cell("# A"), folded])
+    page.metadata["language_info"] = {"name": "python"}
+    (root / "book" / "a.md").unlink()
+    nbformat.write(page, root / "book" / "a.ipynb")
+    status, said, text = build(root)
+    assert status == 0, said
+    assert "Show code cell source" in text and "By seed" in text
+    assert "Show code cell output" not in text
+
+
+MARKED = "<!--fact 11_a.share:.1%-->{}<!--/--> of <!--claim delta-alone.count-->{}<!--/-->."
+
+
+def test_marks_are_renewed(root):
+    fresh = MARKED.format("3.1%", "0 of 8")
+    assert facts.renewed(MARKED.format("old\ntext", "")) == fresh
+    assert facts.renewed(fresh) == fresh
+    with pytest.raises(UserError, match="no fact shaer: did you mean share"):
+        facts.renewed("<!--fact 11_a.shaer--><!--/-->")
+
+
+def test_claims_write_renews_readme_and_the_page_about_the_data(root):
+    (root / "README.md").write_text("<!-- claims -->\n<!-- /claims -->\n" + MARKED)
+    (root / "data" / "README.md").write_text(MARKED)
+    (root / "data" / "run.json").write_text("{}")
+    (root / "book" / "statements.yml").write_text("[]")
+    runs.write_manifest()
+    (root / "data" / "run.json").write_text("{ }")
+    registry, found = pages.claims.load(), pages.claims.recorded()
+    pages.renew(root, registry, found)
+    for path in (root / "README.md", root / "data" / "README.md"):
+        assert path.read_text().endswith(MARKED.format("3.1%", "0 of 8"))
+    with pytest.raises(UserError, match="manifest: run.json differs; restore"):
+        runs.verify()
+    assert json.loads((root / "data" / "manifest.json").read_text())["README.md"]
+
+
+def test_the_marks_of_readme_and_the_page_about_the_data_are_fresh():
+    for path in (ROOT / "README.md", ROOT / "data" / "README.md"):
+        assert facts.renewed(path.read_text()) == path.read_text()

@@ -1,0 +1,179 @@
+"""A page in the new form: what stands first, what is folded, and what a reader sees of it."""
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from lowprec import form, notebook
+from lowprec.registry import parse
+from lowprec.verdicts import Result
+from lowprec.words import CLAIM_MIME, FIGURE_MIME
+
+HEAD = "# What carries it\n\n**Question.** Which one?\n\n**Answer.** This one does."
+
+
+def figure(name="x", caption="Four words of caption."):
+    shown = f'<figure id="figure-{name}"><path id="{name}-a"/></figure>'
+    about = dict(name=name, id=f"figure-{name}", alt="a", caption=caption, hardware=None)
+    data = {"text/html": shown, "image/png": "", FIGURE_MIME: about}
+    return new_output("display_data", data=data)
+
+
+def cell(source, *outputs, tags=()):
+    made = new_code_cell(source, outputs=list(outputs))
+    made.metadata["tags"] = list(tags)
+    return made
+
+
+def text(source, *tags):
+    made = new_markdown_cell(source)
+    made.metadata["tags"] = list(tags)
+    return made
+
+
+def verdict(id, weight="support", rule="count of runs that explode == 0", page="11_the_explosion",
+            value=0, verdict="supported", shown=False):  # fmt: skip
+    entry = dict(id=id, sentence=f"No {id}.", rule=rule, needs=8, weight=weight, threats=["length"])
+    result = Result(parse(entry, page), verdict, value, 8, shown=shown)
+    data = {"text/markdown": result.markdown(), CLAIM_MIME: result.as_dict()}
+    return new_output("display_data", data=data)
+
+
+def page_of(*cells, name="11_the_explosion", parameters=None):
+    nb = new_notebook(cells=[text(HEAD), *cells])
+    page = notebook.as_page(nb, name, "recorded", 12.4, parameters)
+    nbformat.validate(page)
+    return page
+
+
+def test_the_question_tells_the_form():
+    assert form.is_new(new_notebook(cells=[text(HEAD)]))
+    assert not form.is_new(new_notebook(cells=[text("# A\n\nThe **Question.** is")]))
+    assert not form.is_new(new_notebook(cells=[cell(HEAD)])) and not form.is_new(new_notebook())
+
+
+def test_the_lead_figure_is_moved_under_the_answer():
+    page = page_of(text("## Section"), cell("draw()", figure(), tags=["hide-input", "lead"]))
+    assert [c.source for c in page.cells[1:3]] == ["draw()", "## Section"]
+    shown = [o for c in page.cells for o in c.get("outputs", [])]
+    assert len(shown) == 1 and 'id="figure-x"' in shown[0].data["text/html"]
+
+
+def test_the_line_of_place_says_where_how_long_and_offers_the_files():
+    page = page_of(text("word " * 1000))
+    title, place, question = page.cells[0].source.split("\n\n")[:3]
+    assert title == "# What carries it" and question == "**Question.** Which one?"
+    assert place.startswith('<p class="lowprec-place">Part I: The failure, page 1 of 2 · 4 minutes')
+    assert " · computed in 12 s on a " in place
+    link = '<a href="../downloads/11_the_explosion/source.ipynb" download="11_the_explosion.ipynb">'
+    assert f"download {link}the notebook</a>" in place
+
+
+def test_a_page_outside_the_contents_and_one_with_parameters_have_no_place():
+    first = page_of(name="forks/mine").cells[0].source
+    assert "lowprec-place" in first and "Part" not in first and "download" not in first
+    page = page_of(parameters={"seed": 3})
+    assert page.cells[0].source == HEAD and "-p seed 3" in page.cells[-1].source
+
+
+def test_the_rerun_cell_is_folded_at_the_end():
+    page = page_of(text("## Section"), cell("draw()", figure()))
+    last = page.cells[-1].source
+    assert last.startswith(":::{dropdown} Rerun, machine, files\n") and last.endswith("\n:::")
+    assert "papermill notebooks/11_the_explosion.ipynb" in last
+    assert 'Computed on this page: <a href="#figure-x">x</a>.' in last and "download" not in last
+
+
+@pytest.mark.parametrize(
+    "source, title", [("## By seed\n\nBody", "By seed"), ("**All limits**\nBody", "All limits")]
+)
+def test_a_text_tagged_fold_is_shown_under_its_first_line(source, title):
+    page = page_of(text(source, "fold"))
+    assert page.cells[1].source == f":::{{dropdown}} {title}\nBody\n:::"
+
+
+def test_a_fold_may_hold_directives():
+    assert form.dropdown("T", ":::{tip}\na\n:::").startswith("::::{dropdown} T\n:::{tip}\n")
+    assert form.dropdown("T", "  ::::{tip}\n  a\n  ::::").endswith("\n:::::")
+
+
+def test_a_code_cell_tagged_fold_hides_its_outputs_under_its_comment():
+    source = "import x\n# By seed\n# and more\nx"
+    page = page_of(cell(source, figure(), tags=["hide-input", "fold"]), cell("x", tags=["fold"]))
+    first, second = page.cells[1:3]
+    assert first.metadata == {"tags": ["fold", "hide-input", "hide-output"], "fold": "By seed"}
+    assert second.metadata["fold"] == "More"
+
+
+def test_what_a_reader_sees_leaves_out_what_is_folded():
+    html = new_output("display_data", data={"text/html": "<style>.a</style><td>seven</td>"})
+    markdown = new_output("display_data", data={"text/markdown": "*eight* `nine`"})
+    page = page_of(
+        text("## One two\n\n- three $x^2$\n\n::::{tip} four\n:class: a\n[five](x.md)\n::::"),
+        text("## Hidden\n\nwords", "fold"),
+        cell("hidden", figure(), tags=["fold"]),
+        cell("hidden", figure("y", "six"), html, markdown),
+    )
+    seen = form.words("\n\n".join(form.visible(page)))
+    assert seen[:3] == ["What", "carries", "it"]
+    assert seen[10:] == ["One", "two", "three", "$x^2$", "four", "five", "six", "seven", "eight",
+                        "nine"]  # fmt: skip
+
+
+def test_roles_and_targets_are_not_words():
+    assert form.words("{term}`a run <run>` and {doc}`/x/y`\n\n(claim-a)=") == [
+        "a", "run", "and", "/x/y",
+    ]  # fmt: skip
+
+
+# Verdicts
+
+
+def test_a_key_claim_is_a_box_in_its_place():
+    page = page_of(cell("check()", verdict("a", "key")))
+    (shown,) = page.cells[1].outputs
+    lines = shown.data["text/markdown"].split("\n")
+    assert lines[:5] == [
+        "::::{admonition} Supported: 0 of 8 runs", ":class: tip", ":name: claim-a", "", "No a.",
+    ]  # fmt: skip
+    assert lines[6].endswith("{ref}`length <threat-length>`, {ref}`after <threat-after>`.* `a`")
+    assert lines[8] == ":::{dropdown} How it was judged" and lines[-2:] == ["::::", ""]
+    assert "Supported if equal to 0." in lines[9]
+
+
+def test_the_other_claims_are_one_fold_at_the_end():
+    rule = "max over runs of loss <= 2"
+    some = (
+        verdict("a"), verdict("b", "check", rule, value=3.5, verdict="refuted"),
+        verdict("c", "key"), verdict("d", shown=True),
+    )  # fmt: skip
+    page = page_of(cell("check()", *some), text("## Last"))
+    assert len(page.cells[1].outputs) == 1
+    n = "n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}8 runs"
+    assert page.cells[3].source == (
+        ":::{dropdown} 3 more claims of this page: 2 supported, 1 refuted\n"
+        "- (claim-a)=\n  **supported**: No a. 0 of 8 runs. `a`\n\n"
+        f"- (claim-b)=\n  **refuted**: No b. 3.5, {n}. `b`\n\n"
+        "- **supported**: No d. 0 of 8 runs. `d`\n:::"
+    )
+    assert page.cells[4].source.startswith(":::{dropdown} Rerun")
+    assert [v["claim"]["id"] for v in page.metadata["lowprec"]["verdicts"]] == ["a", "b", "c", "d"]
+
+
+def test_a_hypothesis_of_a_fork_is_a_box_without_a_target():
+    page = page_of(cell("judge()", verdict("a", page="")), name="forks/mine")
+    box = page.cells[1].outputs[0].data["text/markdown"]
+    assert box.startswith("::::{admonition} Supported: 0 of 8 runs\n:class: tip\n\nNo a.")
+
+
+def test_with_parameters_of_ones_own_verdicts_stay_where_they_are():
+    page = page_of(cell("check()", verdict("a"), verdict("b")), parameters={"seed": 3})
+    texts = [o.data["text/markdown"] for o in page.cells[1].outputs]
+    assert all("Measured with seed=3" in text and "{" not in text for text in texts)
+    assert len(texts) == 2 and "more claims" not in page.cells[-2].source
+
+
+def test_what_was_measured_is_said_even_if_it_is_nothing():
+    page = page_of(cell("check()", verdict("a", "key", value=None, verdict="not run")))
+    box = page.cells[1].outputs[0].data["text/markdown"]
+    assert box.startswith("::::{admonition} Not run: not yet, 8 of 8 recorded\n:class: note")
