@@ -27,6 +27,15 @@ BUILDER := $(wildcard book/*.yml book/*.bib book/_static/*) \
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md)) README.md data/README.md \
          $(shell find notebooks -name '*.claims.yml' -o -name '*.lock.json')
 
+# Side by side unless you say otherwise with -j: a page needs a core and up to 2.5 GB.
+MEMORY := /proc/meminfo
+CORES  := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
+ROOM   := $(if $(wildcard $(MEMORY)),$(shell awk '/^MemAvailable/ {print int($$2 / 2.5e6)}' $(MEMORY)))
+JOBS   := $(patsubst 0,1,$(firstword $(shell printf '%s\n' $(CORES) $(ROOM) | sort -n)))
+ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS)),)
+MAKEFLAGS += -j$(JOBS)
+endif
+
 .PHONY: venv book test gpu-check notebooks serve check-book check-links strip clean FORCE
 .DELETE_ON_ERROR:
 
@@ -74,9 +83,10 @@ build/.verified: $(DATA) $(VENV)
 
 book/_build/.stamp: $(RECORDED) $(PAGES) $(BUILDER) $(VENV)
 	rm -f $(filter-out $(RECORDED),$(wildcard book/executed/*.ipynb))
-	rm -rf $(BOOK)
+	$(if $(filter $(BUILDER) $(VENV),$?),rm -rf book/_build)
 	$(PY) -m lowprec claims --write
-	$(BIN)/jupyter-book build book --all -W --keep-going -n -q
+	$(BIN)/jupyter-book build book -W --keep-going -n -q || \
+	  { rm -rf book/_build; exit 1; }  # a page that was read would not warn a second time
 	@touch $@
 	@echo "The book: $(BOOK)/index.html (make serve shows it)"
 

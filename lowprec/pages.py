@@ -6,6 +6,7 @@ book/_generated/claims_all.md        every claim, page by page
 book/_generated/claim-ID.md          one claim, for prose that rests on it
 book/_generated/threat-WORD.md       the claims to doubt for one threat, folded
 book/_generated/figure-NB-NAME.md    one figure, for another page to show
+book/_generated/contents.json        the title of every page
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
 book/status.md                       page x profile x date x hardware x duration x verdicts
 README.md                            the paper's statements, the counts and the headlines between
@@ -15,12 +16,14 @@ README.md                            the paper's statements, the counts and the 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
 import yaml
 
-from lowprec import UserError, claims, facts, runs
+from lowprec import UserError, claims, facts, form, runs
 from lowprec.registry import Claim
 from lowprec.verdicts import VERDICTS, Result, threat_link, threat_links
 from lowprec.words import FIGURE_MIME
@@ -43,9 +46,9 @@ def write(root: Path) -> list[Path]:
     executed = read_executed(book / "executed")
     results = check_coverage(registry, executed, sources)
     generated = book / "_generated"
-    shutil.rmtree(generated, ignore_errors=True)
     titles = {name: title(nb) for name, nb in executed.items()}
     texts = {
+        generated / "contents.json": contents(root, titles),
         generated / "claims_paper.md": of_paper(registry, statements(book), found, results),
         generated / "claims_counts.md": counts(registry, found),
         generated / "claims_all.md": all_claims(registry, results, titles),
@@ -59,10 +62,16 @@ def write(root: Path) -> list[Path]:
         for figure, markup in figures(nb).items():
             texts[generated / f"figure-{name}-{figure}.md"] = raw_html(markup)
     texts[book / "status.md"] = status(root)
+    renew_places(root, executed)
+    texts |= downloads(root, executed)
+    if not _same(generated / "contents.json", texts[generated / "contents.json"]):
+        shutil.rmtree(book / "_build" / "html", ignore_errors=True)  # it is in all of its pages
+    for path in generated.rglob("*"):
+        if path.is_file() and path not in texts:
+            path.unlink()
     for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
         _put(path, text)
-    return [*texts, *copy_downloads(root, executed)]
+    return list(texts)
 
 
 def renew(root: Path, registry: dict[str, Claim], found: dict[str, Result]) -> None:
@@ -76,10 +85,41 @@ def renew(root: Path, registry: dict[str, Claim], found: dict[str, Result]) -> N
         runs.accept_file(of_data)
 
 
+def renew_places(root: Path, executed) -> None:
+    """Say anew where each page in the new form stands in the book, which its contents decide.
+
+    A page keeps its time: what it was computed from has not changed.
+    """
+    import nbformat
+
+    for name in (name for name, nb in executed.items() if form.is_new(nb)):
+        path = root / "book" / "executed" / f"{name}.ipynb"
+        nb = nbformat.read(path, 4)
+        place = form.with_place(nb, nb.metadata["lowprec"], root)
+        if place != nb.cells[0].source:
+            nb.cells[0].source = place
+            time = path.stat().st_mtime_ns
+            path.write_text(nbformat.writes(nb) + "\n")
+            os.utime(path, ns=(time, time))
+
+
+def contents(root: Path, titles: dict[str, str]) -> str:
+    """The titles of all pages, which each page shows beside itself."""
+    documents = sorted(path for path in (root / "book").glob("*.md") if path.name != "status.md")
+    heads = {path.stem: re.search(r"^# .*$", path.read_text(), re.MULTILINE) for path in documents}
+    of_documents = {name: head and head[0] for name, head in heads.items()}
+    return json.dumps({**of_documents, **titles}, indent=1) + "\n"
+
+
 def _put(path: Path, text: str) -> None:
     """Write what differs, so that what is built from the rest stays as it is."""
-    if not path.is_file() or path.read_text() != text:
+    if not _same(path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def _same(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text() == text
 
 
 def read_executed(folder: Path) -> dict[str, dict]:
@@ -330,16 +370,11 @@ def raw_html(markup: str) -> str:
     return f"```{{raw}} html\n{markup}\n```\n"
 
 
-def copy_downloads(root: Path, executed) -> list[Path]:
-    """Publish each page's source and executed notebook under downloads/NAME/."""
-    extra = root / "book" / "_generated" / "extra"
-    extra.mkdir(parents=True)
-    copied = []
+def downloads(root: Path, executed) -> dict[Path, str]:
+    """Each page's source and executed notebook, published as they are under downloads/NAME/."""
+    folder, book = root / "book" / "_generated" / "extra" / "downloads", root / "book"
+    files = {}
     for name in executed:
-        folder = extra / "downloads" / name
-        folder.mkdir(parents=True)
-        copied += [
-            Path(shutil.copy(root / "notebooks" / f"{name}.ipynb", folder / "source.ipynb")),
-            Path(shutil.copy(root / "book/executed" / f"{name}.ipynb", folder / "executed.ipynb")),
-        ]
-    return copied
+        files[folder / name / "source.ipynb"] = root / "notebooks" / f"{name}.ipynb"
+        files[folder / name / "executed.ipynb"] = book / "executed" / f"{name}.ipynb"
+    return {path: source.read_text() for path, source in files.items()}

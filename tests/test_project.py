@@ -256,6 +256,7 @@ def test_make_does_nothing_when_nothing_changed(built):
         ("data/run.parquet", []),  # which no page has read: tests/test_reads.py has the others
         ("constraints.txt", ["11_a", "12_b"]),
         ("book/intro.md", []),
+        ("book/statements.yml", []),
     ],
 )
 def test_make_executes_what_a_change_touches(built, changed, notebooks):
@@ -264,6 +265,8 @@ def test_make_executes_what_a_change_touches(built, changed, notebooks):
     assert executed(done.stdout) == notebooks
     built_anew = "jupyter-book build" in done.stdout
     assert built_anew == (changed not in ("notebooks/profiles/gpu.yaml", "data/run.parquet"))
+    from_nothing = "rm -rf book/_build\n" in done.stdout
+    assert from_nothing == (changed in ("constraints.txt", "book/statements.yml"))
 
 
 @needs_make
@@ -273,6 +276,28 @@ def test_make_notebooks_keeps_profiles_apart(built):
     assert "build/gpu/11_a.ipynb --profile gpu" in done.stdout
     done = make(built, "notebooks", PROFILE="gpus")
     assert done.returncode != 0 and "take recorded or gpu" in done.stderr
+
+
+@needs_make
+@pytest.mark.parametrize(
+    "memory, words, together",
+    [(6_000_000, [], True), (4_000_000, [], False), (100, [], False), (6_000_000, ["-j1"], False),
+     (100, ["-j2"], True)],
+)  # fmt: skip
+def test_pages_are_made_side_by_side_if_there_is_memory(built, memory, words, together):
+    for page in (built / "book" / "executed").glob("*.ipynb"):
+        page.unlink()
+    said = 'test "$3" != notebook || { echo start >> log; sleep 0.5; echo end >> log; touch "$5"; }'
+    for name, text in {"python": said, "jupyter-book": ":"}.items():
+        script = built / ".venv" / "bin" / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(f"#!/bin/sh\n{text}\n")
+        script.chmod(0o755)
+    (built / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {memory} kB\n")
+    done = make(built, *words, "book", CORES="2", MEMORY="meminfo")
+    assert done.returncode == 0, done.stderr
+    log = (built / "log").read_text().split()
+    assert log == (["start", "start", "end", "end"] if together else ["start", "end"] * 2)
 
 
 @needs_make

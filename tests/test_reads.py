@@ -16,7 +16,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from safetensors.numpy import save_file
 
-from lowprec import reads, runs
+from lowprec import pages, reads, runs
 from lowprec.locks import write_lock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,8 +88,18 @@ TWO = "from lowprec import claims\nfrom lowprec.studies import two\nclaims.check
 CLAIM = "- id: {}\n  sentence: A claim.\n  rule: number == {}\n  needs: 1\n"
 
 
-def write_notebook(path, code):
-    cells = [new_markdown_cell("# A page"), new_code_cell('profile: str = "recorded"')]
+NEW = "# Another\n\n**Question.** Is it?\n\n**Answer.** It is."
+TOC = """root: intro
+parts:
+  - caption: "Part I: All"
+    chapters:
+      - file: executed/11_a
+      - file: executed/12_b
+"""
+
+
+def write_notebook(path, title, code):
+    cells = [new_markdown_cell(title), new_code_cell('profile: str = "recorded"')]
     cells[1].metadata["tags"] = ["parameters"]
     cells.append(new_code_cell(code))
     kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -142,18 +152,19 @@ def book(tmp_path_factory):
     (root / "data").mkdir()
     write_data(root / "data")
     runs.write_manifest(root / "data")
-    for name, code, id, value in (("11_a", ONE, "two-runs", 2), ("12_b", TWO, "one-is-one", 1)):
-        write_notebook(root / "notebooks" / f"{name}.ipynb", code)
+    both = ("11_a", "# A page", ONE, "two-runs", 2), ("12_b", NEW, TWO, "one-is-one", 1)
+    for name, title, code, id, value in both:
+        write_notebook(root / "notebooks" / f"{name}.ipynb", title, code)
         (root / "notebooks" / f"{name}.claims.yml").write_text(CLAIM.format(id, value))
         write_lock(name, root / "notebooks", {id: dict(verdict="supported", value=value, n=1)}, {})
     (root / "book").mkdir()
     (root / "book" / "statements.yml").write_text("[]")
+    (root / "book" / "_toc.yml").write_text(TOC)
     (root / "README.md").write_text("<!-- claims -->\n<!-- /claims -->\n")
     for name in ("constraints.txt", "pyproject.toml"):
         (root / name).touch()
     script(root / ".venv/bin/python", f'PYTHONPATH="{root}" exec "{sys.executable}" "$@"')
-    script(root / ".venv/bin/jupyter-book", "echo built")
-    (root / "book" / "_build").mkdir()
+    script(root / ".venv/bin/jupyter-book", "mkdir -p book/_build/html && echo built")
     (root / ".venv" / ".stamp").touch()
     assert executed(make(root, "book")) == ["11_a", "12_b"]
     return root
@@ -264,3 +275,59 @@ def test_a_page_has_the_time_of_its_start(book):
     """So what is changed while it runs makes it old."""
     page = book / "book" / "executed" / "11_a.ipynb"
     assert page.stat().st_mtime < (page.parent / ".11_a.d").stat().st_mtime
+
+
+# What is written from the pages
+
+
+@pytest.fixture
+def written(book, monkeypatch):
+    """The same, with an html folder; what a test changes in it is given back."""
+    monkeypatch.chdir(book)
+    (book / "book" / "_build" / "html").mkdir(exist_ok=True)
+    page = book / "book" / "executed" / "12_b.ipynb"
+    kept, toc = page.read_text(), book / "book" / "_toc.yml"
+    yield book
+    page.write_text(kept)
+    toc.write_text(TOC)
+    pages.write(book)
+
+
+def state(root):
+    return {path: path.stat().st_mtime_ns for path in (root / "book" / "_generated").rglob("*")}
+
+
+def test_what_did_not_change_is_not_written_again(written):
+    pages.write(written)
+    before = state(written)
+    pages.write(written)
+    assert state(written) == before and len(before) > 5
+    assert (written / "book" / "_build" / "html").is_dir()
+
+
+def test_what_is_no_longer_generated_is_removed(written):
+    old = written / "book" / "_generated" / "extra" / "downloads" / "13_c" / "source.ipynb"
+    old.parent.mkdir()
+    old.write_text("{}")
+    pages.write(written)
+    assert not old.exists()
+
+
+def test_another_title_writes_all_pages_anew(written):
+    pages.write(written)
+    page = written / "book" / "executed" / "12_b.ipynb"
+    page.write_text(page.read_text().replace("# Another", "# Yet another"))
+    pages.write(written)
+    assert not (written / "book" / "_build" / "html").exists()
+
+
+def test_the_place_of_a_page_follows_the_contents_and_not_its_time(written):
+    page = written / "book" / "executed" / "12_b.ipynb"
+    assert "Part I: All, page 2 of 2 · 1 minute to read" in page.read_text()
+    time = page.stat().st_mtime_ns
+    toc = TOC.replace("      - file: executed/11_a\n", "")
+    (written / "book" / "_toc.yml").write_text(toc)
+    pages.write(written)
+    assert "Part I: All, page 1 of 1" in page.read_text() and page.stat().st_mtime_ns == time
+    copied = written / "book" / "_generated" / "extra" / "downloads" / "12_b" / "executed.ipynb"
+    assert copied.read_text() == page.read_text()
