@@ -22,7 +22,8 @@ NAMES := $(basename $(notdir $(wildcard notebooks/[0-9][0-9]_*.ipynb)))
 DATA  := $(shell find data -type f -not -path '*/.*')
 # What the generated pages and the looks of all others depend on.
 BUILDER := $(wildcard book/*.yml book/*.bib book/_static/*) \
-           $(addprefix lowprec/,book.py claims.py facts.py form.py pages.py verdicts.py)
+           $(addprefix lowprec/,publish/book.py publish/facts.py publish/form.py publish/pages.py \
+             evidence/claims.py evidence/verdicts.py)
 # What else the book is written from. _generated and status.md are made from it.
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md)) README.md data/README.md \
          $(shell find notebooks -name '*.claims.yml' -o -name '*.lock.json')
@@ -49,7 +50,7 @@ test: $(VENV)
 # One process: tests that share the GPU would also share its memory.
 gpu-check: $(VENV)
 	LOWPREC_GPU_TESTS=1 $(PY) -m pytest -m gpu -p no:xdist --junitxml=build/gpu-tests.xml
-	$(PY) -m lowprec.benchmark data/benchmarks --tests build/gpu-tests.xml \
+	$(PY) -m lowprec.studies.benchmark data/benchmarks --tests build/gpu-tests.xml \
 	  $(if $(RELEASED),--released $(RELEASED))
 	$(PY) -m lowprec verify --write
 

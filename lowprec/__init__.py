@@ -3,7 +3,7 @@
 The package is thin on purpose: number formats, attention whose every rounding site is a named
 knob, a GPT-2 trainer, and the small tools that turn measurements into verdicts. Importing it is
 light; torch loads with the first submodule that needs it. `from lowprec import sdpa` is a drop-in
-for PyTorch's scaled_dot_product_attention, see `lowprec.drop_in`.
+for PyTorch's scaled_dot_product_attention, see `lowprec.attention.drop_in`.
 """
 
 __version__ = "0.1.0"
@@ -40,9 +40,27 @@ def entry(main) -> None:
         sys.exit(2)
 
 
-def __getattr__(name: str):
-    if name == "sdpa":
-        from lowprec.drop_in import sdpa
+PUBLIC = {
+    "sdpa": "attention.drop_in", "emulate": "attention.reference", "oracle": "attention.reference",
+    "PrecisionPolicy": "numerics.policy", "Format": "numerics.formats",
+    "round_to": "numerics.formats", "ulp": "numerics.formats",
+    "train": "training.loop", "TrainConfig": "training.config", "Capture": "training.capture",
+    "load_run": "records.runs", "load_runs": "records.runs", "load_arms": "evidence.survival",
+    "probe": "diagnose.probe", "claims": "evidence", "plots": "publish",
+}  # fmt: skip
+"""The names to rely on, and where they live; each loads when it is first asked for."""
 
-        return sdpa
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str):
+    if name not in PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    home = f"lowprec.{PUBLIC[name]}"
+    if PUBLIC[name] in ("evidence", "publish"):
+        return importlib.import_module(f"{home}.{name}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PUBLIC})

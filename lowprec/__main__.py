@@ -12,7 +12,7 @@ def data(argv: list[str]) -> None:
     """Build a corpus's token shards: data prepare pysource|fineweb|openwebtext|PATH."""
     import tyro
 
-    from lowprec.data import build
+    from lowprec.training.data.shards import build
 
     def prepare(
         corpus: tyro.conf.Positional[str],
@@ -41,8 +41,8 @@ def train(argv: list[str]) -> None:
     """Train one model into a new run folder: train PRESET --out FOLDER ..."""
     import tyro
 
-    from lowprec.config import PRESETS, TrainConfig
-    from lowprec.train import train as run
+    from lowprec.training.config import PRESETS, TrainConfig
+    from lowprec.training.loop import train as run
 
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m lowprec train PRESET --out FOLDER ...\n")
@@ -79,7 +79,7 @@ def campaign(argv: list[str]) -> None:
 
     import tyro
 
-    from lowprec.campaign import Slurm, run_campaign
+    from lowprec.training.campaign import Slurm, run_campaign
 
     def command(
         path: tyro.conf.Positional[Path],
@@ -129,7 +129,7 @@ def pack(argv: list[str]) -> None:
     """Put the runs of a finished campaign into three files: pack CAMPAIGN."""
     import tyro
 
-    from lowprec.pack import pack as run
+    from lowprec.training.pack import pack as run
 
     def command(campaign: tyro.conf.Positional[str]):
         """Put the runs of a finished campaign into three files, which are read as before.
@@ -146,7 +146,7 @@ def verify(argv: list[str]) -> None:
     """Check every file of data/ against the manifest."""
     import tyro
 
-    from lowprec import runs
+    from lowprec.records import manifest
 
     def command(write: bool = False):
         """Check every file of data/ against the manifest.
@@ -155,8 +155,8 @@ def verify(argv: list[str]) -> None:
             write: record the files as they are now instead.
         """
         if write:
-            runs.write_manifest()
-        print(f"data/: {runs.verify()} files are as the manifest says")
+            manifest.write_manifest()
+        print(f"data/: {manifest.verify()} files are as the manifest says")
 
     tyro.cli(command, prog="python -m lowprec verify", args=argv)
 
@@ -165,7 +165,8 @@ def probe(argv: list[str]) -> None:
     """Say whether a model, a checkpoint or a capture is about to fail."""
     import tyro
 
-    from lowprec import affected, runs
+    from lowprec.diagnose import probe as affected
+    from lowprec.records import files, runs
 
     def command(
         model: tyro.conf.Positional[Path],
@@ -200,11 +201,11 @@ def probe(argv: list[str]) -> None:
         print(shown, affected.verdict(result), sep="\n\n")
         if table:
             content = result.to_csv(index=False).encode()
-            runs.write_atomic(table, lambda file: file.write(content))
+            files.write_atomic(table, lambda file: file.write(content))
         if figure:
             draw, how = affected.figure(result).savefig, dict(facecolor="white")
             kind = figure.suffix[1:]
-            runs.write_atomic(figure, lambda file: draw(file, format=kind, **how))
+            files.write_atomic(figure, lambda file: draw(file, format=kind, **how))
 
     columns = "\n".join(f"- {name}: {words}" for name, words in affected.COLUMNS.items())
     about = f"{probe.__doc__}\n\nColumns; it prints the ten heads of largest share:\n{columns}"
@@ -213,14 +214,14 @@ def probe(argv: list[str]) -> None:
 
 def notebook(argv: list[str]) -> None:
     """Execute one notebook into a page."""
-    from lowprec.notebook import main
+    from lowprec.publish.notebook import main
 
     main(argv)
 
 
 def claims(argv: list[str]) -> None:
     """Print the claims; with --write, write the book's generated pages."""
-    from lowprec.claims import main
+    from lowprec.publish.pages import main
 
     main(argv)
 

@@ -2,10 +2,10 @@
 
 Both compute the same formulas and differ in the order of FP32 sums and in exp. So before a site
 the two numbers differ by FP32 noise, and after it they are mostly the same number, sometimes its
-neighbour: a flip. `bounds` carries both on from `lowprec.agreement.forward_bounds` through the
-backward: with flips=False the noise alone, with flips=True also a flip at every rounding, all in
-the same direction. No element may lie beyond the second. Flips are rare, about noise / ulp, so few
-elements lie beyond the first.
+neighbour: a flip. `bounds` carries both on from `lowprec.numerics.agreement.forward_bounds` through
+the backward: with flips=False the noise alone, with flips=True also a flip at every rounding, all
+in the same direction. No element may lie beyond the second. Flips are rare, about noise / ulp, so
+few elements lie beyond the first.
 """
 
 from pathlib import Path
@@ -15,13 +15,13 @@ import pytest
 import torch
 from conftest import family
 
-from lowprec import kernels
-from lowprec.agreement import U, flip, forward_bounds, of_weight, step, sum_noise
-from lowprec.capture import Capture
-from lowprec.formats import Format
-from lowprec.kernels import launch
-from lowprec.policy import SITES, PrecisionPolicy
-from lowprec.reference import emulate, oracle
+from lowprec.attention import kernels
+from lowprec.attention.kernels import launch
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.agreement import U, flip, forward_bounds, of_weight, step, sum_noise
+from lowprec.numerics.formats import Format
+from lowprec.numerics.policy import SITES, PrecisionPolicy
+from lowprec.training.capture import Capture
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(launch.NATIVE, reason="needs TRITON_INTERPRET=1")),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowprec import UserError
-from lowprec.formats import BF16, E4M3, FP16, round_to, ulp
+from lowprec.numerics.formats import BF16, E4M3, FP16, round_to, ulp
 from lowprec.studies.additions import (
     RESIDUALS,
     Bias,

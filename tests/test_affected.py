@@ -8,16 +8,19 @@ import pandas as pd
 import pytest
 import torch
 
-from lowprec import UserError, __main__, affected, runs, train
-from lowprec.capture import Capture
-from lowprec.config import PRESETS
-from lowprec.formats import BF16, ulp
-from lowprec.model import GPT
-from lowprec.policy import FA2
-from lowprec.reference import oracle
-from lowprec.studies import scores
+from lowprec import UserError, __main__
+from lowprec.attention.reference import oracle
+from lowprec.diagnose import probe as affected
+from lowprec.diagnose import scores
+from lowprec.numerics.formats import BF16, ulp
+from lowprec.numerics.policy import FA2
+from lowprec.records import files
+from lowprec.training import loop as train
+from lowprec.training.capture import Capture
+from lowprec.training.config import PRESETS
+from lowprec.training.model import GPT
 
-CAPTURES = runs.data_root() / "captures"
+CAPTURES = files.data_root() / "captures"
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +225,7 @@ def test_a_run_s_own_checkpoint_is_read(tmp_path, monkeypatch):
         return gradients(*how)
 
     monkeypatch.setattr(train, "_gradients", killed)
-    monkeypatch.chdir(runs.repo_root())
+    monkeypatch.chdir(files.repo_root())
     config = dataclasses.replace(PRESETS["tiny"], policy="LOW", checkpoint_every=2, device="cpu")
     with pytest.raises(KeyboardInterrupt):
         train.train(config, tmp_path / "a")

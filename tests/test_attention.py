@@ -8,10 +8,11 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
-from lowprec.attention import PROBE_COLUMNS, _flash_backward, attention, resolve_impl
-from lowprec.drop_in import sdpa
-from lowprec.policy import ALL_FP32, FA2, LOW
-from lowprec.reference import emulate, oracle
+from lowprec.attention import PROBE_COLUMNS, attention
+from lowprec.attention.drop_in import sdpa
+from lowprec.attention.operator import _flash_backward, resolve_impl
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.policy import ALL_FP32, FA2, LOW
 
 
 def run(inputs, policy, probe=None, **how):
@@ -41,7 +42,7 @@ def test_emulate_and_autograd_return_the_trace(inputs):
 
 def test_triton_equals_emulate_through_the_entry():
     pytest.importorskip("triton")
-    from lowprec.kernels import launch
+    from lowprec.attention.kernels import launch
 
     if launch.NATIVE:
         pytest.skip("needs TRITON_INTERPRET=1")

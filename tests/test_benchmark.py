@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lowprec import UserError, benchmark, entry
-from lowprec.benchmark import Case, Inputs, floors, need_gpu, training_step
-from lowprec.studies import mixed_runs, peers
+from lowprec import UserError, entry
+from lowprec.studies import benchmark, mixed_runs, peers
+from lowprec.studies.benchmark import Case, Inputs, floors, need_gpu, training_step
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2)
 

@@ -16,8 +16,8 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
 
-from lowprec.plots import MIN_SCALE, luminance
-from lowprec.words import FIGURE_MIME
+from lowprec.evidence.words import FIGURE_MIME
+from lowprec.publish.plots import MIN_SCALE, luminance
 
 pytestmark = pytest.mark.book
 

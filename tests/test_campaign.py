@@ -12,10 +12,14 @@ import time
 import pytest
 import torch
 
-from lowprec import UserError, campaign, data, progress, runs, train
+from lowprec import UserError
 from lowprec.__main__ import main
-from lowprec.campaign import Slurm, run_campaign
-from lowprec.survival import load_arms
+from lowprec.evidence.survival import load_arms
+from lowprec.records import files, runs
+from lowprec.training import campaign, progress
+from lowprec.training import loop as train
+from lowprec.training.campaign import Slurm, run_campaign
+from lowprec.training.data import shards as data
 
 CAMPAIGN = """
 question: q
@@ -33,7 +37,7 @@ ON_CPU = Slurm(minutes=5, gpus_per_node=0, cpus=1, memory=2.0)
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     """A campaign of two arms and two seeds; each run of the second arm fails."""
-    monkeypatch.chdir(runs.repo_root())
+    monkeypatch.chdir(files.repo_root())
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = tmp_path / "campaign.yaml"
@@ -70,7 +74,7 @@ def check_summary(out, result, again):
             assert again[name].startswith(f"failed ({why}), see ")
             assert why in open(how.rpartition("see ")[2]).read()
     table = runs.load_runs(out)
-    digest = runs.sha256(out / "campaign.yaml")
+    digest = files.sha256(out / "campaign.yaml")
     assert all(run.info["campaign_sha256"] == digest for run in table.run)
     assert load_arms(out)["low"].n == 2
     assert list(table.name) == ["low-seed0", "low-seed1"] and set(table.arm) == {"low"}
@@ -108,7 +112,7 @@ def test_the_copy_beside_the_runs_is_that_of_the_last_and_earlier_ones_stay(file
     out = file.parent / "runs"
     file.write_text(ONE_RUN.replace("STEPS", "4"))
     run_campaign(file, out=out)
-    text, digest = file.read_text(), runs.sha256(file)
+    text, digest = file.read_text(), files.sha256(file)
     file.write_text(text.replace("[0]", "[0, 1]"))
     run_campaign(file, out=out, only=("low-seed0",))
     assert (out / "campaign.yaml").read_text() == text, "nothing was missing"
@@ -125,7 +129,7 @@ def test_the_copy_beside_the_runs_is_that_of_the_last_and_earlier_ones_stay(file
 def test_what_was_recorded_otherwise_is_said_before_anything_starts(file, tmp_path, capfd):
     out = tmp_path / "runs"
     run_campaign(file, out=out, only=("low-seed0",))
-    tokens = data.load_tokens(runs.repo_root() / "data/corpora/smoke.safetensors")
+    tokens = data.load_tokens(files.repo_root() / "data/corpora/smoke.safetensors")
     data.write_shards(tokens.window(0, 5000), tmp_path / "other", "other", tokens.vocabulary)
     capfd.readouterr()
     result = run_campaign(file, out=out, only=("low-*",), data=str(tmp_path / "other"))
@@ -137,7 +141,7 @@ def test_what_was_recorded_otherwise_is_said_before_anything_starts(file, tmp_pa
 
 
 def test_how_a_run_went_says_whether_it_exploded(tmp_path):
-    recorded = runs.data_root() / "runs" / "mini"
+    recorded = files.data_root() / "runs" / "mini"
     for name, end in (("low-seed0", r", exploded at step [\d,]+"), ("o_fp32-seed0", "")):
         job = campaign.Job("low", None, recorded / name)
         assert re.fullmatch(r"done in \d+ s" + end, campaign.outcome(job, tmp_path / "no.log"))
@@ -289,7 +293,7 @@ def test_the_table_is_redrawn_on_a_terminal(file):
 
 
 def fake_job(tmp_path, **changes):
-    config = campaign.load_campaign(runs.data_root() / "runs/explosion/campaign.yaml")[0].config
+    config = campaign.load_campaign(files.data_root() / "runs/explosion/campaign.yaml")[0].config
     return campaign.Job("low", config, tmp_path / "low-seed0")
 
 
@@ -309,7 +313,7 @@ def test_a_row_reads_the_progress_bar(tmp_path):
 
 def test_a_row_falls_back_on_the_unfinished_folder(tmp_path):
     job = fake_job(tmp_path)
-    source = runs.data_root() / "runs" / "explosion" / "low-seed0"
+    source = files.data_root() / "runs" / "explosion" / "low-seed0"
     job.part.mkdir()
     for name in ("run.json", "metrics.parquet"):
         (job.part / name).write_bytes((source / name).read_bytes())
@@ -404,7 +408,7 @@ def test_two_processes_make_one_run(file):
     result = run_campaign(file, only=("low-seed0", "bad-seed0"), processes=2)
     assert result["low-seed0"].startswith("done in ")
     run = runs.load_run(file.parent / "low-seed0")
-    assert run.info["processes"] == 2 and run.info["campaign_sha256"] == runs.sha256(file)
+    assert run.info["processes"] == 2 and run.info["campaign_sha256"] == files.sha256(file)
     assert result["bad-seed0"].startswith("failed (device=cuda needs an NVIDIA GPU and there is")
 
 

@@ -11,13 +11,16 @@ import pytest
 import torch
 from conftest import FAMILIES, family
 
-from lowprec import UserError, agreement, capture, runs
+from lowprec import UserError
 from lowprec.attention import attention, trace
-from lowprec.capture import Capture
-from lowprec.model import GPT, GPTConfig, take_heads
-from lowprec.policy import ALL_FP32, LOW, PrecisionPolicy
-from lowprec.probes import QueryErrorWindow, query_error, sketch_signs, sketched_sum
-from lowprec.recorder import write_table
+from lowprec.numerics import agreement
+from lowprec.numerics.policy import ALL_FP32, LOW, PrecisionPolicy
+from lowprec.records import files
+from lowprec.records.tables import write_table
+from lowprec.training import capture
+from lowprec.training.capture import Capture
+from lowprec.training.model import GPT, GPTConfig, take_heads
+from lowprec.training.probes import QueryErrorWindow, query_error, sketch_signs, sketched_sum
 
 INFO = dict(step=7, run="low-seed0", config=dict(lr=1e-3), data_sha256="0" * 64)
 T, C, H = 48, 64, 2
@@ -178,7 +181,7 @@ def test_a_single_wrong_element_is_seen(tmp_path):
 @pytest.mark.parametrize("policy,tile", [("LOW", None), ("RELEASED", 16), ("FA2", None)])
 def test_another_implementation_reproduces(tmp_path, monkeypatch, policy, tile):
     pytest.importorskip("triton")
-    from lowprec.kernels import launch
+    from lowprec.attention.kernels import launch
 
     if launch.NATIVE:
         pytest.skip("needs TRITON_INTERPRET=1")
@@ -232,7 +235,7 @@ def test_damage_and_foreign_files(tmp_path):
             with pytest.raises(UserError, match="broken"):
                 Capture.load(broken)
     with pytest.raises(UserError, match="not a capture of the format"):
-        Capture.load(runs.data_root() / "corpora" / "smoke.safetensors")
+        Capture.load(files.data_root() / "corpora" / "smoke.safetensors")
     no_header = b'{"__metadata__":null}'
     broken.write_bytes(len(no_header).to_bytes(8, "little") + no_header)
     with pytest.raises(UserError, match="not a capture of the format"):
@@ -252,7 +255,7 @@ def test_damage_and_foreign_files(tmp_path):
 
 
 def test_a_recorded_capture_is_found_from_a_folder_below_and_shown_in_a_line(monkeypatch):
-    monkeypatch.chdir(runs.repo_root() / "notebooks" / "profiles")
+    monkeypatch.chdir(files.repo_root() / "notebooks" / "profiles")
     specimen = Capture.load("data/captures/low-c-seed6-1230.xz")
     where = "step 1230, layer 1, heads [3], sequences [13], LOW"
     assert repr(specimen) == f"Capture(low-c-seed6-1230: {where})"

@@ -15,9 +15,11 @@ import pytest
 import yaml
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lowprec import UserError, claims, notebook, pages, registration
-from lowprec.notebook import as_page
-from lowprec.words import CLAIM_MIME
+from lowprec import UserError, claims
+from lowprec.evidence import registration
+from lowprec.evidence.words import CLAIM_MIME
+from lowprec.publish import notebook, pages
+from lowprec.publish.notebook import as_page
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = dict(
@@ -541,13 +543,13 @@ def test_a_claim_is_shown_from_its_lock(accepted, capsys):
 
 def test_the_command_accepts_a_page_by_its_first_letters(accepted, monkeypatch, capsys):
     notebooks = accepted()
-    monkeypatch.setattr("lowprec.runs.repo_root", lambda: notebooks.parent)
-    claims.main(["--accept", "36"])
+    monkeypatch.setattr("lowprec.records.files.repo_root", lambda: notebooks.parent)
+    pages.main(["--accept", "36"])
     assert capsys.readouterr().out == "36_bias.lock.json: nothing changed\n"
-    claims.main([])
+    pages.main([])
     assert capsys.readouterr().out == "supported     36_bias bias: The bias is negative.\n"
     with pytest.raises(UserError, match="'36_bais' is no page with claims: did you mean 36_bias"):
-        claims.main(["--accept", "36_bais"])
+        pages.main(["--accept", "36_bais"])
 
 
 # How old a rule is
@@ -821,7 +823,7 @@ def test_claims_are_read_without_torch_and_on_any_system():
     """torch takes seconds to import, and fcntl is not there on Windows."""
     run_without(
         "torch fcntl",
-        "from lowprec import claims, plan, survival, words",
+        "from lowprec.evidence import claims, survival, words; from lowprec.training import plan",
         "assert len(claims.recorded()) == len(claims.load())",
     )
 
@@ -836,7 +838,7 @@ def test_what_pages_import_is_there_without_fcntl():
     run_without(
         "fcntl",
         *sorted(line for line in imports if line.startswith("from lowprec")),
-        "from lowprec import survival",
+        "from lowprec.evidence import survival",
         "assert survival.load_arms('mini')['low'].complete",
     )
 

@@ -5,13 +5,14 @@ import pandas as pd
 import pytest
 import torch
 
-from lowprec import UserError, data
+from lowprec import UserError
 from lowprec.attention import trace
-from lowprec.capture import observe
-from lowprec.config import TrainConfig
-from lowprec.model import GPT
 from lowprec.studies import alone, crossed
-from lowprec.train import train
+from lowprec.training.capture import observe
+from lowprec.training.config import TrainConfig
+from lowprec.training.data import shards as data
+from lowprec.training.loop import train
+from lowprec.training.model import GPT
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, steps=2, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec.policy import PrecisionPolicy
+from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.studies.curvature import (
     common_tokens,
     curvature,

@@ -17,7 +17,9 @@ from conftest import Bytes
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from lowprec import UserError, corpora, data
+from lowprec import UserError
+from lowprec.training.data import corpora
+from lowprec.training.data import shards as data
 
 FILES = {
     "toylib/a.py": "print('α')\n",
@@ -427,7 +429,7 @@ def test_a_block_that_does_not_fit_is_refused(shards):
 
 def test_importing_data_needs_neither_torch_nor_a_tokenizer():
     heavy = "{'torch', 'tiktoken', 'tyro', 'papermill', 'datasets'}"
-    script = f"import sys, lowprec.data; print(*sorted({heavy} & set(sys.modules)))"
+    script = f"import sys, lowprec.training.data.shards; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 

@@ -9,11 +9,11 @@ import torch
 from conftest import family
 
 from lowprec import UserError
-from lowprec.capture import Capture
-from lowprec.policy import ALL_FP32, FA2, LOW, PrecisionPolicy
-from lowprec.reference import emulate, oracle
-from lowprec.runs import data_root
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.policy import ALL_FP32, FA2, LOW, PrecisionPolicy
+from lowprec.records.files import data_root
 from lowprec.studies import delta
+from lowprec.training.capture import Capture
 
 
 @pytest.fixture(scope="module")

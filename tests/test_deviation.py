@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lowprec import UserError
-from lowprec.formats import BF16, round_to
-from lowprec.policy import PrecisionPolicy
-from lowprec.reference import emulate, oracle
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.formats import BF16, round_to
+from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.studies.deviation import (
     baseline,
     deviations,

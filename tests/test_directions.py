@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lowprec.probes import QueryErrorWindow
-from lowprec.reference import oracle
-from lowprec.studies.directions import (
+from lowprec.attention.reference import oracle
+from lowprec.diagnose.directions import (
     along,
     mean_cosine,
     mean_keys,
@@ -13,6 +12,7 @@ from lowprec.studies.directions import (
     shifted,
     step_cosines,
 )
+from lowprec.training.probes import QueryErrorWindow
 
 
 def rows(count=20, width=5, seed=0, common=0.5):

@@ -11,8 +11,10 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lowprec import UserError, facts, pages, runs
-from lowprec.locks import write_lock
+from lowprec import UserError
+from lowprec.evidence.locks import write_lock
+from lowprec.publish import facts, pages
+from lowprec.records import manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 CLAIMS = """- id: delta-alone
@@ -20,7 +22,7 @@ CLAIMS = """- id: delta-alone
   rule: count of runs that explode == 0
   needs: 8
 """
-CONF = """extensions = ["myst_nb", "lowprec.book"]
+CONF = """extensions = ["myst_nb", "lowprec.publish.book"]
 nb_execution_mode = "off"
 myst_enable_extensions = ["substitution"]
 """
@@ -119,14 +121,14 @@ def test_claims_write_renews_readme_and_the_page_about_the_data(root):
     (root / "data" / "README.md").write_text(MARKED)
     (root / "data" / "run.json").write_text("{}")
     (root / "book" / "statements.yml").write_text("[]")
-    runs.write_manifest()
+    manifest.write_manifest()
     (root / "data" / "run.json").write_text("{ }")
     registry, found = pages.claims.load(), pages.claims.recorded()
     pages.renew(root, registry, found)
     for path in (root / "README.md", root / "data" / "README.md"):
         assert path.read_text().endswith(MARKED.format("3.1%", "0 of 8"))
     with pytest.raises(UserError, match="manifest: run.json differs; restore"):
-        runs.verify()
+        manifest.verify()
     assert json.loads((root / "data" / "manifest.json").read_text())["README.md"]
 
 

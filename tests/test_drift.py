@@ -6,9 +6,9 @@ import pytest
 from scipy import signal, stats
 
 from lowprec import UserError
-from lowprec.capture import Capture
-from lowprec.runs import data_root
-from lowprec.studies.drift import batch_means, output_terms, relative_sum, top_share
+from lowprec.diagnose.drift import batch_means, output_terms, relative_sum, top_share
+from lowprec.records.files import data_root
+from lowprec.training.capture import Capture
 
 NOISE = np.random.default_rng(0).standard_normal((400, 1000))
 

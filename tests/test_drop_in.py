@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import lowprec
-from lowprec import UserError, data, huggingface, runs
-from lowprec.attention import attention
-from lowprec.drop_in import sdpa
-from lowprec.policy import FA2, SAFE, PrecisionPolicy
+from lowprec import UserError
+from lowprec.attention import attention, huggingface
+from lowprec.attention.drop_in import sdpa
+from lowprec.numerics.policy import FA2, SAFE, PrecisionPolicy
+from lowprec.records import files
+from lowprec.training.data import shards as data
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -233,7 +235,7 @@ def test_one_training_step(model):
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_short_training(kind):
     huggingface.register()
-    smoke = data.load_tokens(runs.data_root() / "corpora" / "smoke.safetensors")
+    smoke = data.load_tokens(files.data_root() / "corpora" / "smoke.safetensors")
     losses = {}
     for implementation in ("lowprec", "sdpa"):
         model, path = hub_model(kind), []

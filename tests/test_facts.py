@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from lowprec import UserError, facts, notebook
-from lowprec.words import FACTS_MIME
+from lowprec import UserError
+from lowprec.evidence.words import FACTS_MIME
+from lowprec.publish import facts, notebook
 
 CLAIMS = {"delta-alone": SimpleNamespace(value=-0.25, n=8, count="0 of 8", verdict="supported")}
 
@@ -100,7 +101,10 @@ def test_documents_cite_facts(tmp_path):
 # With a real kernel
 
 PARAMETERS = 'profile: str = "recorded"'
-START = "from lowprec.facts import facts\nfrom lowprec.notebook import check_parameters\n"
+START = (
+    "from lowprec.publish.facts import facts\n"
+    "from lowprec.publish.notebook import check_parameters\n"
+)
 
 
 def write(path, *cells):

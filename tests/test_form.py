@@ -4,10 +4,10 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lowprec import form, notebook
-from lowprec.registry import parse
-from lowprec.verdicts import Result
-from lowprec.words import CLAIM_MIME, FIGURE_MIME
+from lowprec.evidence.registry import parse
+from lowprec.evidence.verdicts import Result
+from lowprec.evidence.words import CLAIM_MIME, FIGURE_MIME
+from lowprec.publish import form, notebook
 
 HEAD = "# What carries it\n\n**Question.** Which one?\n\n**Answer.** This one does."
 

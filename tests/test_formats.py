@@ -18,8 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec import UserError, formats
-from lowprec.formats import (
+from lowprec import UserError
+from lowprec.numerics import formats
+from lowprec.numerics.formats import (
     BF16,
     E2M1,
     E4M3,
@@ -477,7 +478,7 @@ def test_keyed_bits_depend_on_position_only():
 
 TRITON_SCRIPT = """
 import sys, torch, triton, triton.language as tl
-from lowprec.formats import keyed_bits
+from lowprec.numerics.formats import keyed_bits
 
 @triton.jit
 def kernel(p_out, key, batch, head, ROWS: tl.constexpr, COLUMNS: tl.constexpr):

@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 
 from lowprec import UserError
-from lowprec.runs import Explosion
-from lowprec.studies.heads import (
+from lowprec.evidence.heads import (
     agreement,
     end_of,
     fastest,
@@ -22,6 +21,7 @@ from lowprec.studies.heads import (
     sums,
     take_offs,
 )
+from lowprec.records.explosion import Explosion
 
 STEPS = range(49, 1500, 50)
 

@@ -11,10 +11,10 @@ from conftest import family
 pytest.importorskip("triton")
 from kernel_checks import DEVICES, beyond_bounds, every, inputs_on, run
 
-from lowprec import kernels
-from lowprec.formats import BF16, ulp
-from lowprec.kernels import launch
-from lowprec.policy import ALL_FP32, LOW, SITES
+from lowprec.attention import kernels
+from lowprec.attention.kernels import launch
+from lowprec.numerics.formats import BF16, ulp
+from lowprec.numerics.policy import ALL_FP32, LOW, SITES
 
 
 def interval(e):

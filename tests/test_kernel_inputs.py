@@ -10,10 +10,11 @@ from conftest import family
 pytest.importorskip("triton")
 from kernel_checks import DEVICES, GRADIENTS, NAMES, run
 
-from lowprec import UserError, kernels
-from lowprec.kernels import launch
-from lowprec.policy import ALL_FP32, FA2, LOW, PAPER, RELEASED, SITES, PrecisionPolicy
-from lowprec.reference import emulate
+from lowprec import UserError
+from lowprec.attention import kernels
+from lowprec.attention.kernels import launch
+from lowprec.attention.reference import emulate
+from lowprec.numerics.policy import ALL_FP32, FA2, LOW, PAPER, RELEASED, SITES, PrecisionPolicy
 
 # NumPy, which is behind the interpreter, remarks on every infinity and NaN that a case is about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

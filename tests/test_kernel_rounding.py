@@ -22,12 +22,12 @@ import triton.language as tl
 from conftest import family
 from kernel_checks import DEVICES
 
-from lowprec.agreement import sum_noise
 from lowprec.attention import attention
-from lowprec.formats import ROUNDINGS, Format, keyed_bits, round_to
-from lowprec.kernels import launch, rounding
-from lowprec.kernels.rounding import dot, round_site, site_code
-from lowprec.policy import SITES, PrecisionPolicy
+from lowprec.attention.kernels import launch, rounding
+from lowprec.attention.kernels.rounding import dot, round_site, site_code
+from lowprec.numerics.agreement import sum_noise
+from lowprec.numerics.formats import ROUNDINGS, Format, keyed_bits, round_to
+from lowprec.numerics.policy import SITES, PrecisionPolicy
 
 # NumPy, which is behind the interpreter, remarks on every infinity and NaN that a case is about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -136,8 +136,8 @@ def test_products_of_pieces(pieces, a, b):
 COMPILE = """
 import json, re, subprocess, sys, tempfile, torch, triton
 from triton.backends.compiler import GPUTarget
-from lowprec.kernels import launch, rounding
-from lowprec.policy import PrecisionPolicy
+from lowprec.attention.kernels import launch, rounding
+from lowprec.numerics.policy import PrecisionPolicy
 
 class Hopper:
     get_current_device = get_current_stream = lambda self, *_: 0

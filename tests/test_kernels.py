@@ -25,9 +25,9 @@ from kernel_checks import (
     run,
 )  # fmt: skip
 
-from lowprec.kernels import launch
-from lowprec.policy import ALL_FP32, FA2, FIELDS, LOW, PAPER, RELEASED, SITES
-from lowprec.reference import emulate, oracle
+from lowprec.attention.kernels import launch
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.policy import ALL_FP32, FA2, FIELDS, LOW, PAPER, RELEASED, SITES
 
 # NumPy, which is behind the interpreter, remarks on every infinity and NaN that a case is about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -15,9 +15,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lowprec import UserError, figure, labels, plots, survival
-from lowprec.figure import FIGURE_MIME
-from lowprec.runs import Run
+from lowprec import UserError, plots
+from lowprec.evidence import survival
+from lowprec.publish import figure, labels
+from lowprec.publish.figure import FIGURE_MIME
+from lowprec.records.runs import Run
 
 
 def loss(onset=None, steps=1200):

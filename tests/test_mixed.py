@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from lowprec import UserError
-from lowprec.formats import BF16, FP16, round_to
-from lowprec.model import GPT, GPTConfig
+from lowprec.numerics.formats import BF16, FP16, round_to
 from lowprec.studies import mixed_runs
 from lowprec.studies.mixed import ARMS, LossScale, Optimiser, Recipe, product, store
 from lowprec.studies.mixed_runs import (
@@ -28,6 +27,7 @@ from lowprec.studies.mixed_runs import (
     trick,
 )
 from lowprec.studies.small import DIGITS, TASKS, Digits, Text
+from lowprec.training.model import GPT, GPTConfig
 
 TEXT = Text(steps=12, warmup=2, batch=2, seeds=2, classes=64, width=16, length=16, held=4)
 IMAGES = dataclasses.replace(TASKS["digits"], steps=12, warmup=2, batch=8, seeds=2)

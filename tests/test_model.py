@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from lowprec.model import GPT, GPTConfig
+from lowprec.training.model import GPT, GPTConfig
 
 SMALL = GPTConfig(
     n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=64, policy="ALL_FP32", impl="oracle"

@@ -12,11 +12,13 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lowprec import UserError, notebook, words
+from lowprec import UserError
+from lowprec.evidence import words
+from lowprec.publish import notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = 'profile: str = "recorded"\nseeds: int = 3\nlr: float = 2e-3\nquick: bool = False'
-CHECK = "from lowprec.notebook import check_parameters\ncheck_parameters()"
+CHECK = "from lowprec.publish.notebook import check_parameters\ncheck_parameters()"
 
 
 # The check, with a stand-in for the kernel
@@ -138,7 +140,7 @@ def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
 
 
 def test_a_table_is_the_same_text_in_every_execution(tmp_path):
-    table = "from lowprec.plots import show_table\nimport pandas as pd\n"
+    table = "from lowprec.publish.plots import show_table\nimport pandas as pd\n"
     source = write_notebook(tmp_path / "11_question.ipynb", table + "show_table(pd.DataFrame([1]))")
     page = notebook.execute(source, tmp_path / "page.ipynb")
     (output,) = page.cells[-1].outputs

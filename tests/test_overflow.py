@@ -4,11 +4,11 @@ import pandas as pd
 import pytest
 import torch
 
-from lowprec import data
-from lowprec.config import TrainConfig
-from lowprec.model import GPT, autocast
 from lowprec.studies import overflow
-from lowprec.train import train
+from lowprec.training.config import TrainConfig
+from lowprec.training.data import shards as data
+from lowprec.training.loop import train
+from lowprec.training.model import GPT, autocast
 
 FP16 = "ALL_FP32+s=fp16"
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=2, warmup=2,

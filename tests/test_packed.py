@@ -12,11 +12,15 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from lowprec import UserError, affected, campaign, pack, packed, runs, survival
+from lowprec import UserError
 from lowprec.__main__ import main
-from lowprec.recorder import write_groups, write_table
-from lowprec.studies import heads, kept
-from lowprec.train import train
+from lowprec.diagnose import probe as affected
+from lowprec.evidence import heads, survival
+from lowprec.records import explosion, files, manifest, packed, runs
+from lowprec.records.tables import write_groups, write_table
+from lowprec.studies import kept
+from lowprec.training import campaign, pack
+from lowprec.training.loop import train
 
 FILES = ["campaign.yaml", "metrics.parquet", "probes.parquet", "runs.jsonl"]
 
@@ -24,7 +28,7 @@ FILES = ["campaign.yaml", "metrics.parquet", "probes.parquet", "runs.jsonl"]
 @pytest.fixture
 def folder(tmp_path):
     """The smallest recorded campaign with runs that exploded and runs that did not: 4 runs."""
-    return shutil.copytree(runs.data_root() / "runs" / "layers_again", tmp_path / "layers_again")
+    return shutil.copytree(files.data_root() / "runs" / "layers_again", tmp_path / "layers_again")
 
 
 def content(folder):
@@ -53,7 +57,7 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize("name", ["layers_again", "windows"])
 def test_readers_cannot_tell(tmp_path, name):
     """All that reads a recorded campaign says the same of its packed form."""
-    folder = shutil.copytree(runs.data_root() / "runs" / name, tmp_path / name)
+    folder = shutil.copytree(files.data_root() / "runs" / name, tmp_path / name)
     before, table, arms = everything(folder), runs.load_runs(folder), survival.load_arms(folder)
     others = {f: data for f, data in content(folder).items() if f.endswith("error.parquet")}
     pack.pack(folder)
@@ -73,8 +77,8 @@ def test_readers_cannot_tell(tmp_path, name):
     pd.testing.assert_frame_equal(*(survival.compare_arms(t, base) for t in (again, table)))
     for run, *_ in before:
         ours = runs.load_run(run.path)
-        assert ours == run and ours.explosion == runs.find_explosion(ours.metrics.loss)
-        recorded = runs.load_run(runs.data_root() / "runs" / name / run.name)
+        assert ours == run and ours.explosion == explosion.find_explosion(ours.metrics.loss)
+        recorded = runs.load_run(files.data_root() / "runs" / name / run.name)
         lag = 400 if name == "layers_again" else 100
         takes = [heads.take_offs(r, lag=lag) for r in (ours, recorded)]
         pd.testing.assert_frame_equal(*takes)
@@ -86,7 +90,7 @@ def test_what_else_a_run_holds_stays_in_its_folder(folder):
     for name in ("captures/step-000010.xz", ".weights/step-000020.pt", "onset.parquet"):
         path = folder / "only1-seed0" / name
         path.parent.mkdir(exist_ok=True)
-        shutil.copy(runs.data_root() / "runs/mini/low-seed0/onset.parquet", path)
+        shutil.copy(files.data_root() / "runs/mini/low-seed0/onset.parquet", path)
         kept_files[path] = path.read_bytes()
     onset = runs.load_run(folder / "only1-seed0").onset
     pack.pack(folder)
@@ -357,7 +361,8 @@ def test_packing_again_does_nothing(small):
 
 def test_one_process_packs(small):
     (small / ".logs").mkdir()
-    lock = f"from lowprec.campaign import *\nwith only_process(Path({str(small / '.logs')!r}) / "
+    lock = "from lowprec.training.campaign import *\n"
+    lock += f"with only_process(Path({str(small / '.logs')!r}) / "
     lock += "'pack.lock'):\n    print(flush=True)\n    input()"
     with subprocess.Popen(
         [sys.executable, "-c", lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -372,7 +377,7 @@ KILL = """
 import os, shutil, signal, sys
 from itertools import count
 from pathlib import Path
-from lowprec import pack
+from lowprec.training import pack
 
 source, target = map(Path, sys.argv[1:])
 EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -426,7 +431,7 @@ def test_killed_at_any_moment_it_reads_and_packing_again_ends_the_work(small, tm
 
 
 def test_more_seeds_are_recorded_beside_what_is_packed(tmp_path, monkeypatch):
-    monkeypatch.chdir(runs.repo_root())
+    monkeypatch.chdir(files.repo_root())
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "campaign.yaml"
@@ -471,9 +476,9 @@ def test_the_manifest_has_a_line_for_a_packed_campaign(tmp_path, folder):
     (folder / "only1-seed0" / "captures").mkdir()
     (folder / "only1-seed0" / "captures" / "step-000010.xz").write_bytes(b"2")
     pack.pack(folder)
-    runs.write_manifest(root)
+    manifest.write_manifest(root)
     listed = json.loads((root / "manifest.json").read_text())
-    assert list(listed) == ["README.md", "layers_again"] and runs.verify(root) == 6
+    assert list(listed) == ["README.md", "layers_again"] and manifest.verify(root) == 6
     names = sorted(content(folder))
     printed = subprocess.check_output(["sha256sum", *names], cwd=folder)
     assert listed["layers_again"] == hashlib.sha256(printed).hexdigest()
@@ -482,14 +487,14 @@ def test_the_manifest_has_a_line_for_a_packed_campaign(tmp_path, folder):
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data + b" ")
         with pytest.raises(UserError, match="layers_again differs; restore the files with git"):
-            runs.verify(root)
+            manifest.verify(root)
         (folder / name).write_bytes(data)
     (folder / "more").touch()
     with pytest.raises(UserError, match="layers_again differs"):
-        runs.verify(root)
+        manifest.verify(root)
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="layers_again is missing"):
-        runs.verify(root)
+        manifest.verify(root)
 
 
 def test_the_command_says_what_it_did(small, capsys):

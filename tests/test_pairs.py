@@ -8,10 +8,11 @@ import pytest
 import torch
 from scipy import stats
 
-from lowprec import UserError, runs
-from lowprec.config import TrainConfig
+from lowprec import UserError
+from lowprec.records import runs
 from lowprec.studies import pairs
-from lowprec.train import train
+from lowprec.training.config import TrainConfig
+from lowprec.training.loop import train
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=2, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu",

@@ -9,18 +9,23 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowprec import UserError, affected, campaign, capture, runs
+from lowprec import UserError
 from lowprec.attention import trace
-from lowprec.capture import Capture
-from lowprec.config import LLAMA, PRESETS, TrainConfig
-from lowprec.model import GPT, GPTConfig
-from lowprec.policy import ALL_FP32
-from lowprec.probes import query_error
-from lowprec.recorder import Recorder, weights_sha256
-from lowprec.rotary import rotate, rotation
-from lowprec.studies import landscape, rivals, scores
-from lowprec.studies.directions import head_cosines
-from lowprec.train import train
+from lowprec.diagnose import probe as affected
+from lowprec.diagnose import scores
+from lowprec.diagnose.directions import head_cosines
+from lowprec.numerics.policy import ALL_FP32
+from lowprec.records import files
+from lowprec.records.tables import weights_sha256
+from lowprec.studies import landscape, rivals
+from lowprec.training import campaign, capture
+from lowprec.training.capture import Capture
+from lowprec.training.config import LLAMA, PRESETS, TrainConfig
+from lowprec.training.loop import train
+from lowprec.training.model import GPT, GPTConfig
+from lowprec.training.probes import query_error
+from lowprec.training.recorder import Recorder
+from lowprec.training.rotary import rotate, rotation
 
 PARTS = {
     "none": dict(positions="none"),
@@ -59,7 +64,7 @@ def config(**changes):
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch):
-    monkeypatch.chdir(runs.repo_root())
+    monkeypatch.chdir(files.repo_root())
 
 
 USUAL = {
@@ -249,8 +254,8 @@ def test_a_window_sets_the_error_beside_the_gradient(part, tmp_path):
     assert len(table) == 2 * 2 * 4 and table.error_norm.gt(0).all()
     model = GPT(config(**part).model())
     model.load_state_dict(torch.load(run.path / ".weights/step-000000.pt"))
-    from lowprec import data
-    from lowprec.train import Group, micro_batches
+    from lowprec.training.data import shards as data
+    from lowprec.training.loop import Group, micro_batches
 
     tokens = data.load_tokens(config().data)
     ((x, y),) = micro_batches(config(**part), tokens, Group("cpu"), 0)
@@ -311,7 +316,7 @@ def test_studies_of_mean_keys_undo_the_rotation():
 
 def test_runs_from_before_are_read_as_before():
     """A run.json, or a checkpoint, that knows none of the parts is of the usual model."""
-    info = json.loads((runs.data_root() / "runs/mini/low-seed0/run.json").read_text())
+    info = json.loads((files.data_root() / "runs/mini/low-seed0/run.json").read_text())
     assert "positions" not in info["config"]
     assert TrainConfig(**info["config"] | dict(device="cpu")).model() == dataclasses.replace(
         PRESETS["mini"].model(), policy="LOW"

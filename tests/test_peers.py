@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowprec import UserError, runs
-from lowprec.formats import BF16, ulp
-from lowprec.reference import oracle
+from lowprec import UserError
+from lowprec.attention.reference import oracle
+from lowprec.numerics.formats import BF16, ulp
+from lowprec.records import files
 from lowprec.studies import peers
 from lowprec.studies.additions import output_errors
 
-RECORDS = sorted((runs.repo_root() / "data/peers").glob("*.json"))
+RECORDS = sorted((files.repo_root() / "data/peers").glob("*.json"))
 
 
 @pytest.fixture(scope="module")

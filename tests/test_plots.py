@@ -19,10 +19,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lowprec import UserError, figure, plots, survival
-from lowprec.policy import FA2, LOW
-from lowprec.runs import Run
-from lowprec.words import FIGURE_MIME
+from lowprec import UserError, plots
+from lowprec.evidence import survival
+from lowprec.evidence.words import FIGURE_MIME
+from lowprec.numerics.policy import FA2, LOW
+from lowprec.publish import figure
+from lowprec.records.runs import Run
 
 LONG = pd.DataFrame({"step": range(60_000), "loss": 0.125})
 TABLE = pd.DataFrame({"step": [0, 1, 2], "loss": [10.5, 4.25, 1.0625]})

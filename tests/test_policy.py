@@ -5,8 +5,8 @@ import torch
 from conftest import family
 
 from lowprec import UserError
-from lowprec.policy import FIELDS, LOW, PRESETS, SITES, PrecisionPolicy, Shift, Site
-from lowprec.reference import emulate
+from lowprec.attention.reference import emulate
+from lowprec.numerics.policy import FIELDS, LOW, PRESETS, SITES, PrecisionPolicy, Shift, Site
 
 # In dataflow order. A field may change what stands behind its own value, never what stands before.
 ORDER = ("s", "x", "p_unnorm", "p", "l", "o_acc", "o", "o_fp32", "p_bwd", "dp", "delta", "ds",

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lowprec
-from lowprec import form
+from lowprec.publish import form
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -211,7 +211,14 @@ def make(folder, *words, **variables):
     )
 
 
-BUILDER = "book", "claims", "facts", "form", "pages", "verdicts"
+BUILDER = (
+    "publish/book",
+    "publish/facts",
+    "publish/form",
+    "publish/pages",
+    "evidence/claims",
+    "evidence/verdicts",
+)
 
 
 @pytest.fixture

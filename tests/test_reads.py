@@ -16,8 +16,9 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from safetensors.numpy import save_file
 
-from lowprec import pages, reads, runs
-from lowprec.locks import write_lock
+from lowprec.evidence.locks import write_lock
+from lowprec.publish import pages
+from lowprec.records import manifest, reads
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,7 +33,7 @@ def test_a_rule_names_what_is_gone_as_well():
 
 
 def test_what_is_made_is_no_dependency(tmp_path):
-    kept = ["data/x.json", "lowprec/studies/heads.py", "book/_toc.yml", "book/references.bib"]
+    kept = ["data/x.json", "lowprec/evidence/heads.py", "book/_toc.yml", "book/references.bib"]
     made = [
         "build/x", "runs/a/run.json", "book/executed/a.ipynb", "book/_generated/a.md", ".git/HEAD",
         ".venv/lib/x.py", "data/runs/.a.part/x", "lowprec.egg-info/PKG-INFO",
@@ -57,7 +58,7 @@ import pyarrow.parquet as pq
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from lowprec import claims
-from lowprec.runs import data_root
+from lowprec.records.files import data_root
 from lowprec.studies import one
 
 data = data_root()
@@ -151,7 +152,7 @@ def book(tmp_path_factory):
         (root / "lowprec" / "studies" / f"{name}.py").write_text("")
     (root / "data").mkdir()
     write_data(root / "data")
-    runs.write_manifest(root / "data")
+    manifest.write_manifest(root / "data")
     both = ("11_a", "# A page", ONE, "two-runs", 2), ("12_b", NEW, TWO, "one-is-one", 1)
     for name, title, code, id, value in both:
         write_notebook(root / "notebooks" / f"{name}.ipynb", title, code)
@@ -190,15 +191,19 @@ def test_a_page_depends_on_all_that_it_read_and_on_nothing_else(book):
     assert {path for path in second if not path.startswith("lowprec/")} == {
         "notebooks/12_b.claims.yml"
     }
-    assert {"lowprec/notebook.py", "lowprec/form.py", "lowprec/verdicts.py"} <= first & second
-    assert not {"lowprec/pages.py", "lowprec/__main__.py"} & (first | second)
+    assert {
+        "lowprec/publish/notebook.py",
+        "lowprec/publish/form.py",
+        "lowprec/evidence/verdicts.py",
+    } <= first & second
+    assert not {"lowprec/publish/pages.py", "lowprec/__main__.py"} & (first | second)
 
 
 CHANGES = {
     "lowprec/studies/one.py": ["11_a"],
     "lowprec/studies/unused.py": [],
-    "lowprec/form.py": ["11_a", "12_b"],
-    "lowprec/pages.py": [],
+    "lowprec/publish/form.py": ["11_a", "12_b"],
+    "lowprec/publish/pages.py": [],
     "notebooks/11_a.claims.yml": ["11_a"],
     "notebooks/11_a.lock.json": [],
     "notebooks/12_b.ipynb": ["12_b"],

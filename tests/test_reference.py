@@ -7,9 +7,9 @@ import torch
 from conftest import FAMILIES, family
 
 from lowprec import UserError
-from lowprec.formats import round_to
-from lowprec.policy import ALL_FP32, FA2, LOW, PAPER, PRESETS, RELEASED, PrecisionPolicy
-from lowprec.reference import emulate, oracle
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.formats import round_to
+from lowprec.numerics.policy import ALL_FP32, FA2, LOW, PAPER, PRESETS, RELEASED, PrecisionPolicy
 
 NAMES = ("o", "lse", "delta", "ds", "dq", "dk", "dv")
 

@@ -4,9 +4,8 @@ import pandas as pd
 import pytest
 import torch
 
-from lowprec.capture import Capture
-from lowprec.reference import oracle
-from lowprec.runs import data_root
+from lowprec.attention.reference import oracle
+from lowprec.records.files import data_root
 from lowprec.studies.rivals import (
     centred,
     delta_error,
@@ -16,6 +15,7 @@ from lowprec.studies.rivals import (
     query_gradient,
 )
 from lowprec.studies.stabilised import retrace
+from lowprec.training.capture import Capture
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec import UserError, rules
+from lowprec import UserError
+from lowprec.evidence import rules
 
 PARTS = {
     "max over captures of |error of δ / error with O − 1| <= 0.25":

@@ -13,9 +13,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from lowprec import UserError, runs
-from lowprec.recorder import write_table
-from lowprec.runs import excess, find_explosion, load_run, load_runs, window_mean
+from lowprec import UserError
+from lowprec.records import explosion, files, manifest, provenance, runs
+from lowprec.records.explosion import excess, find_explosion, window_mean
+from lowprec.records.runs import load_run, load_runs
+from lowprec.records.tables import write_table
 
 CALM = 1.0 + 2.0 * np.exp(-np.arange(2000) / 200)
 
@@ -59,10 +61,10 @@ def test_a_rise_at_the_end_is_not_confirmed():
 def test_non_finite_is_an_explosion_at_once():
     loss = CALM.copy()
     loss[700:] = np.nan
-    assert find_explosion(loss) == runs.Explosion(700, True)
+    assert find_explosion(loss) == explosion.Explosion(700, True)
     loss[650:700] += 5
     assert find_explosion(loss).onset < 700 and find_explosion(loss).confirmed
-    assert find_explosion([float("inf")]) == runs.Explosion(0, True)
+    assert find_explosion([float("inf")]) == explosion.Explosion(0, True)
 
 
 def test_nothing_happens_to_nothing():
@@ -83,7 +85,7 @@ def test_excess_is_measured_from_the_lowest_mean_so_far():
 
 @pytest.fixture
 def folder(tmp_path):
-    source = runs.data_root() / "runs" / "explosion" / "low-seed1"
+    source = files.data_root() / "runs" / "explosion" / "low-seed1"
     return shutil.copytree(source, tmp_path / "low-seed1")
 
 
@@ -219,24 +221,24 @@ def test_a_missing_run_says_where_and_if_it_is_unfinished(tmp_path, monkeypatch)
 
 
 def test_the_repository_matches_its_manifest():
-    assert runs.verify() >= 30
+    assert manifest.verify() >= 30
 
 
 def test_manifest_names_what_differs(tmp_path):
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("2")
-    runs.write_manifest(tmp_path)
-    assert runs.verify(tmp_path) == 2
+    manifest.write_manifest(tmp_path)
+    assert manifest.verify(tmp_path) == 2
     (tmp_path / "a").write_text("3")
     (tmp_path / "b").unlink()
     (tmp_path / "c").write_text("4")
     with pytest.raises(UserError) as error:
-        runs.verify(tmp_path)
+        manifest.verify(tmp_path)
     for words in ("a differs", "b is missing", "c is not in the manifest", "verify --write"):
         assert words in str(error.value)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="manifest.json"):
-        runs.verify(tmp_path)
+        manifest.verify(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[]", "[1]", "3", "null"])
@@ -244,7 +246,7 @@ def test_a_manifest_of_another_kind_is_named(tmp_path, text):
     (tmp_path / "a").write_text("1")
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(UserError, match="manifest"):
-        runs.verify(tmp_path)
+        manifest.verify(tmp_path)
 
 
 def test_the_commit_says_whether_the_code_had_changed(tmp_path, monkeypatch):
@@ -261,15 +263,15 @@ def test_the_commit_says_whether_the_code_had_changed(tmp_path, monkeypatch):
     monkeypatch.delenv("LOWPREC_COMMIT", raising=False)
     monkeypatch.setattr(runs, "__file__", str(code))
     (tmp_path / "README.md").write_text("other")
-    assert runs.git_commit() == git("rev-parse", "HEAD")
+    assert provenance.git_commit() == git("rev-parse", "HEAD")
     code.write_text("changed")
-    assert runs.git_commit() == git("rev-parse", "HEAD") + "+changes"
+    assert provenance.git_commit() == git("rev-parse", "HEAD") + "+changes"
     monkeypatch.setenv("LOWPREC_COMMIT", "abc")
-    assert runs.git_commit() == "abc"
+    assert provenance.git_commit() == "abc"
 
 
 def recorded_paths():
-    folders = (runs.data_root() / "runs").iterdir()
+    folders = (files.data_root() / "runs").iterdir()
     found = [path for folder in folders for path in runs.run_paths(folder)]
     assert len(found) >= 533
     return found
@@ -277,7 +279,7 @@ def recorded_paths():
 
 def test_each_runs_commit_has_its_predictions():
     """The campaign file that the run's commit holds asks for the run: its arm and its seed."""
-    root = runs.repo_root()
+    root = files.repo_root()
 
     def git(*words, **kwargs):
         return subprocess.run(["git", *words], cwd=root, capture_output=True, **kwargs).stdout
@@ -314,7 +316,7 @@ VARIES = re.compile(
 
 def test_the_book_quotes_messages_that_there_are():
     """Every fragment, of two words and more, of each message in its table of troubles."""
-    root = runs.repo_root()
+    root = files.repo_root()
     said = [(root / "Makefile").read_text()]
     for path in (root / "notebooks").glob("*.ipynb"):
         cells = json.loads(path.read_text())["cells"]

@@ -2,9 +2,9 @@
 
 import torch
 
-from lowprec.formats import BF16, round_to
-from lowprec.reference import oracle
-from lowprec.studies import scores
+from lowprec.attention.reference import oracle
+from lowprec.diagnose import scores
+from lowprec.numerics.formats import BF16, round_to
 
 
 def heads(seed=0, rows=96, width=16):

@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from lowprec.capture import Capture
-from lowprec.formats import round_to
-from lowprec.policy import ALL_FP32, LOW, Shift
-from lowprec.reference import emulate, oracle
-from lowprec.runs import data_root
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.formats import round_to
+from lowprec.numerics.policy import ALL_FP32, LOW, Shift
+from lowprec.records.files import data_root
 from lowprec.studies.stabilised import (
     acts,
     attend,
@@ -20,6 +19,7 @@ from lowprec.studies.stabilised import (
     tied_weight,
     vanishes_above,
 )
+from lowprec.training.capture import Capture
 
 SHIFTS = [
     Shift(),

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from lowprec import UserError, claims, runs
-from lowprec.survival import (
+from lowprec import UserError, claims
+from lowprec.evidence.survival import (
     Arm,
     compare_arms,
     counted,
@@ -20,6 +20,7 @@ from lowprec.survival import (
     kaplan_meier,
     load_arms,
 )
+from lowprec.records import files, runs
 
 
 def arm(name, durations, exploded):
@@ -251,7 +252,7 @@ def test_mistakes(call, says):
 def test_unfinished_runs_are_not_in_the_table(tmp_path):
     import shutil
 
-    source = runs.data_root() / "runs" / "explosion" / "low-seed1"
+    source = files.data_root() / "runs" / "explosion" / "low-seed1"
     shutil.copytree(source, tmp_path / "low-seed1")
     shutil.copytree(source, tmp_path / ".low-seed2.part")
     assert list(runs.load_runs(tmp_path).name) == ["low-seed1"]
@@ -279,7 +280,7 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
     other = pd.DataFrame(dict(seed=[1, 2], exploded=False, duration=9))
     assert not Arm("low", None, (0, 1), other).complete, "as many, but not those"
 
-    mini = runs.data_root() / "runs" / "mini"
+    mini = files.data_root() / "runs" / "mini"
     for seed, complete in ((0, False), (1, True)):
         shutil.copytree(mini / f"low-seed{seed}", tmp_path / f"low-seed{seed}")
         arms = load_arms(tmp_path)
@@ -296,7 +297,7 @@ def test_a_campaign_is_named_or_its_folder_is(tmp_path, monkeypatch):
     """By `load_runs` and `load_arms` alike."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "campaign.yaml").write_text(PLAN)
-    source = runs.data_root() / "runs" / "mini" / "low-seed0"
+    source = files.data_root() / "runs" / "mini" / "low-seed0"
     shutil.copytree(source, tmp_path / "mine" / "low-seed0")
     monkeypatch.chdir(tmp_path)
     for campaign in ("mine", "./mine", str(tmp_path / "mine"), tmp_path / "mine"):

@@ -18,8 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import Bytes
 
-from lowprec import UserError, __main__, data, text
-from lowprec.config import TrainConfig
+from lowprec import UserError, __main__
+from lowprec.training.config import TrainConfig
+from lowprec.training.data import shards as data
+from lowprec.training.data import text
 
 needs_gpt2 = pytest.mark.skipif(
     "LOWPREC_GPT2_VOCAB" not in os.environ, reason="set LOWPREC_GPT2_VOCAB to run it"
@@ -288,7 +290,7 @@ def test_datasets_itself_is_offline_in_one_sentence(tmp_path):
         [
             sys.executable,
             "-c",
-            "from lowprec import text; next(text.documents(text.HUB['fineweb']))",
+            "from lowprec.training.data import text; next(text.documents(text.HUB['fineweb']))",
         ],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
         capture_output=True,

@@ -13,17 +13,22 @@ import torch
 import yaml
 from scipy import stats
 
-from lowprec import affected, agreement, claims, pages, runs
+from lowprec import claims
 from lowprec.attention import trace
-from lowprec.capture import Capture
-from lowprec.policy import PrecisionPolicy
-from lowprec.reference import oracle
-from lowprec.studies import alone, mixed_runs, rivals, scores
+from lowprec.attention.reference import oracle
+from lowprec.diagnose import probe as affected
+from lowprec.diagnose import scores
+from lowprec.evidence.heads import picked_for, sums, take_offs
+from lowprec.numerics import agreement
+from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.publish import pages
+from lowprec.records import explosion, runs
+from lowprec.studies import alone, mixed_runs, rivals
 from lowprec.studies.crossed import WAYS
 from lowprec.studies.deviation import estimate
-from lowprec.studies.heads import picked_for, sums, take_offs
 from lowprec.studies.pairs import along
 from lowprec.studies.stabilised import retrace
+from lowprec.training.capture import Capture
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"
@@ -256,12 +261,12 @@ def rises(run, rise, monkeypatch):
     """The explosion of a run by a rule with another rise, and half of it as the way back."""
     monkeypatch.setattr(runs, "RISE", rise)
     monkeypatch.setattr(runs, "RETURN", rise / 2)
-    return runs.find_explosion(run.metrics.loss)
+    return explosion.find_explosion(run.metrics.loss)
 
 
 def excess(run, settled=600):
     """By how much the mean loss is above its lowest so far, from step `settled` on."""
-    return runs.excess(run.metrics.loss)[settled:]
+    return explosion.excess(run.metrics.loss)[settled:]
 
 
 def test_one_corpus_one_generation_of_gpu_our_kernels(recorded):
@@ -378,7 +383,7 @@ def test_onsets_of_one_seed_are_not_alike(recorded):
 
 def test_the_variant_keeps_learning_and_survivors_are_not_healthy(recorded):
     for run in of_other_output(recorded):
-        mean = runs.window_mean(run.metrics.loss)
+        mean = explosion.window_mean(run.metrics.loss)
         assert excess(run).max() < 0.1 and mean[-1] < mean[-2000], MEND
     survivors = [
         run
@@ -415,7 +420,9 @@ def test_with_twelve_layers_it_does(recorded, monkeypatch):
 def test_less_patience_moves_onsets_of_low(recorded, monkeypatch):
     before = [run.explosion.onset for run in chosen(recorded, "mini", "low")]
     monkeypatch.setattr(runs, "PATIENCE", 100)
-    after = [runs.find_explosion(r.metrics.loss).onset for r in chosen(recorded, "mini", "low")]
+    after = [
+        explosion.find_explosion(r.metrics.loss).onset for r in chosen(recorded, "mini", "low")
+    ]
     assert (np.subtract(before, after) > 500).sum() > 1, MEND
 
 
@@ -428,7 +435,7 @@ def test_heads_take_off_and_the_loss_comes_back(recorded, monkeypatch):
     assert high == [1, 0, 3] and all(excess(run).max() > 0.5 for run in loud), MEND
     for patience, some, exploded in ((300, decay, (1, 4)), (100, loud, (2, 4))):
         monkeypatch.setattr(runs, "PATIENCE", patience)
-        found = [runs.find_explosion(run.metrics.loss) is not None for run in some]
+        found = [explosion.find_explosion(run.metrics.loss) is not None for run in some]
         assert (sum(found), len(found)) == exploded, MEND
 
 
@@ -550,7 +557,7 @@ def test_pytorch_chose_its_flash_kernel(recorded):
 def test_less_patience_counts_one_more_run_of_pytorch(recorded, monkeypatch):
     monkeypatch.setattr(runs, "PATIENCE", 300)
     found = {
-        run.seed: runs.find_explosion(run.metrics.loss)
+        run.seed: explosion.find_explosion(run.metrics.loss)
         for run in chosen(recorded, "production", "sdpa")
     }
     assert found.pop(3) is None and all(explosion.confirmed for explosion in found.values()), MEND
@@ -580,7 +587,7 @@ def test_one_layer_alone_and_single_heads(recorded):
     quiet += list(again.run[again.arm != "only1"])
     assert len(quiet) == 16 and all(run.explosion is None for run in quiet), MEND
     for run in calm + quiet:
-        mean = runs.window_mean(run.metrics.loss)
+        mean = explosion.window_mean(run.metrics.loss)
         assert len(mean) == 7000 and excess(run).max() < 0.1 and mean[-1] < mean[-2000], MEND
 
 
@@ -936,9 +943,9 @@ def test_how_much_each_rounding_makes(recorded):
     assert [run.explosion for run in mended] == [None] * 4, else_says
     assert all(take_offs(run, lag=200, every=200).empty for run in mended), else_says
     for run in mended:  # take_it_home says so of five bits
-        end = runs.window_mean(run.metrics.loss)[-1]
+        end = explosion.window_mean(run.metrics.loss)[-1]
         exact = next(r for r in chosen(recorded, "production", "fp32") if r.seed == run.seed)
-        assert abs(end - runs.window_mean(exact.metrics.loss)[-1]) < 0.005, "trains as well"
+        assert abs(end - explosion.window_mean(exact.metrics.loss)[-1]) < 0.005, "trains as well"
     balanced = chosen(recorded, "amount", "p_e8m5_sum")
     assert [(run.seed, run.explosion) for run in balanced] == [(s, None) for s in range(4)], MEND
     starts = [take_offs(run, lag=200, every=200).step.min() + 1 for run in balanced]
@@ -950,7 +957,7 @@ def test_how_much_each_rounding_makes(recorded):
     assert [round(x) for x in sorted(wide)[1:]] == [31, 43, 43] and wide[0] < 18, MEND
     assert max(exact) < 18 and "31, 43 and 43, where it stays below 18" in THREATS
     over = [
-        runs.window_mean(run.metrics.loss)[-1] - runs.window_mean(other.metrics.loss)[-1]
+        explosion.window_mean(run.metrics.loss)[-1] - explosion.window_mean(other.metrics.loss)[-1]
         for run, other in zip(balanced, chosen(recorded, "production", "fp32"), strict=True)
     ]
     assert [f"{x:.3f}" for x in sorted(over)[::3]] == ["0.006", "0.014"], MEND
@@ -1056,13 +1063,13 @@ def test_the_papers_setting(recorded):
         (ROOT / "data/runs/paper/campaign.yaml").read_text().split()
     )
     assert set(partner.layer[partner.alarm]) == {2}, "the limits of page 45, changelog"
-    mean = runs.window_mean(run.metrics.loss)
+    mean = explosion.window_mean(run.metrics.loss)
     lowest = mean[:4506].min()
     sigma = run.probes[run.probes.step < 4500].groupby("step").sigma_q.max().iloc[-1]
     seen = f"{lowest:.2f}", f"{mean[4499] - lowest:.1f}", f"{sigma:.0f}"
     assert seen == ("0.65", "0.4", "76"), "the limits of page 26; data/README.md"
     same = other.probes[other.probes.step < 4500].groupby("step").sigma_q.max().iloc[-1]
-    seen = [f"{runs.window_mean(other.metrics.loss)[step]:.2f}" for step in (4499, -1)]
+    seen = [f"{explosion.window_mean(other.metrics.loss)[step]:.2f}" for step in (4499, -1)]
     assert (*seen, f"{same:.1f}") == ("0.56", "0.39", "4.8"), "data/README.md, limits of page 26"
     assert round(sigma / same) == 16, "changelog"
     grown = other.probes.groupby("step").sigma_q.max()
@@ -1089,7 +1096,7 @@ def test_scores_in_fp32_fail_as_well_and_blocks_are_sooner(recorded, monkeypatch
     high = [np.flatnonzero(excess(run) >= 0.5)[0] + 600 for run in wide]
     assert all(step < shorter[run.seed] for step, run in zip(high, wide, strict=True)), MEND
     monkeypatch.setattr(runs, "PATIENCE", 300)
-    again = [runs.find_explosion(run.metrics.loss).onset < shorter[run.seed] for run in wide]
+    again = [explosion.find_explosion(run.metrics.loss).onset < shorter[run.seed] for run in wide]
     assert sum(again) == 3, MEND
     monkeypatch.undo()
     low = {run.seed: run for run in chosen(recorded, "mini", "low")}
@@ -1455,7 +1462,7 @@ def test_page_62_whom_the_yardstick_warns_of(recorded):
 
     def gaps(a, b):
         """At each probe: in loss, so far, and of σ(W_Q) of the mean and of the largest head."""
-        a_loss, b_loss = (pd.Series(runs.window_mean(run.metrics.loss)) for run in (a, b))
+        a_loss, b_loss = (pd.Series(explosion.window_mean(run.metrics.loss)) for run in (a, b))
         loss = ((a_loss - b_loss).dropna().loc[50:] ** 2).expanding().mean() ** 0.5
         a_sigma, b_sigma = (run.probes.pivot(index="step", columns=["layer", "head"],
                                              values="sigma_q") for run in (a, b))  # fmt: skip

@@ -27,21 +27,25 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowprec import UserError, affected, campaign, data, recorder, runs
+from lowprec import UserError
 from lowprec.__main__ import main
-from lowprec.capture import Capture
-from lowprec.config import PRESETS, TrainConfig
-from lowprec.model import GPT, GPTConfig
-from lowprec.probes import spectral_norms
-from lowprec.recorder import Recorder
-from lowprec.train import (
+from lowprec.diagnose import probe as affected
+from lowprec.records import explosion, files, provenance, runs
+from lowprec.training import campaign, recorder
+from lowprec.training.capture import Capture
+from lowprec.training.config import PRESETS, TrainConfig
+from lowprec.training.data import shards as data
+from lowprec.training.loop import (  # fmt: skip
     Group,
     deterministic,
     draw_seed,
     learning_rate,
     processes,
     train,
-)  # fmt: skip
+)
+from lowprec.training.model import GPT, GPTConfig
+from lowprec.training.probes import spectral_norms
+from lowprec.training.recorder import Recorder
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=4, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu")  # fmt: skip
@@ -53,7 +57,7 @@ def small(**changes):
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch):
-    monkeypatch.chdir(runs.repo_root())
+    monkeypatch.chdir(files.repo_root())
 
 
 def test_model_starts_at_the_uniform_loss_and_overfits():
@@ -128,7 +132,7 @@ def test_a_seed_run_twice_is_equal_and_arms_share_batches_and_weights(tmp_path):
 def plain_weights(tmp_path_factory):
     """The hash of the weights that three steps of `small` leave."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(runs.repo_root())
+        patch.chdir(files.repo_root())
         run = train(small(steps=3), tmp_path_factory.mktemp("plain") / "a")
     return run.info["weights_sha256"]
 
@@ -183,7 +187,7 @@ def test_a_run_that_dies_at_once_leaves_nothing(tmp_path):
 
 
 def test_it_stops_after_an_explosion(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "find_explosion", lambda loss: runs.Explosion(3, True))
+    monkeypatch.setattr(runs, "find_explosion", lambda loss: explosion.Explosion(3, True))
     run = train(small(steps=40, stop_after_explosion=6), tmp_path / "a")
     assert run.info["ended"] == "explosion" and len(run.metrics) == 10
 
@@ -224,7 +228,7 @@ def test_cosine_ends_where_it_says():
     assert config.batch_size * config.block_size == 524_288
 
 
-def files(folder):
+def contents(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
@@ -251,7 +255,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     stop_in_step(5, config, tmp_path / "b", monkeypatch)
     unfinished = runs.load_run(tmp_path / ".b.part")
     assert len(unfinished.metrics) == 5 and not unfinished.finished
-    monkeypatch.chdir(runs.repo_root())
+    monkeypatch.chdir(files.repo_root())
     with pytest.raises(UserError, match="unfinished run; add --resume to go on from"):
         train(config, tmp_path / "b")
     with pytest.raises(UserError, match="with other lr; take the same"):
@@ -275,7 +279,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
     name = "captures/step-000004.xz"
     a, b = (Capture.load(tmp_path / run / name).tensors for run in "ab")
     assert all(torch.equal(a[key], b[key]) for key in a)
-    assert list(files(tmp_path / "b/captures")) == ["step-000004.xz"]
+    assert list(contents(tmp_path / "b/captures")) == ["step-000004.xz"]
 
 
 @pytest.mark.parametrize("ends", ["checkpoint", "signal"])
@@ -304,7 +308,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_between_probes_too(tmp_path, mon
 
 def test_a_record_says_what_made_which_steps(tmp_path, monkeypatch):
     """Three sittings, of which the second has other code on another machine."""
-    config, here = small(steps=8, checkpoint_every=8), runs.provenance("cpu")
+    config, here = small(steps=8, checkpoint_every=8), provenance.provenance("cpu")
     there = here | dict(hardware="H", commit="c")
     stop_in_step(3, config, tmp_path / "a", monkeypatch)
     with monkeypatch.context() as patch:
@@ -328,7 +332,7 @@ def test_a_run_that_cannot_take_its_name_can_be_resumed(tmp_path, monkeypatch):
         patch.setattr(recorder.os, "rename", killed)
         train(config, tmp_path / "a")
     run = train(config, tmp_path / "a", resume=True)
-    assert run.finished and list(files(tmp_path / "a")) == [
+    assert run.finished and list(contents(tmp_path / "a")) == [
         "metrics.parquet", "probes.parquet", "run.json"
     ]  # fmt: skip
 
@@ -367,10 +371,10 @@ def test_a_checkpoint_with_a_flipped_bit_is_found_and_its_folder_stays(
     name, extra = struct.unpack_from("<HH", content, member.header_offset + 26)
     content[member.header_offset + 30 + name + extra + member.file_size // 2] ^= 1 << 2
     path.write_bytes(content)
-    before = files(path.parent)
+    before = contents(path.parent)
     with pytest.raises(UserError, match=r"is damaged \(BadZipFile\); move .*a.part away, whose"):
         train(config, tmp_path / "a", resume=True)
-    assert files(path.parent) == before
+    assert contents(path.parent) == before
     assert len(runs.load_run(path.parent).metrics) == 3
     with pytest.raises(UserError, match=r"holds no checkpoint .* \(BadZipFile\)"):
         affected.probe(path)
@@ -398,7 +402,13 @@ def server():
     """Starts processes in which everything is imported; it has no threads, so its forks work."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["lowprec.train", "lowprec.capture", "torch._inductor.config", "pyarrow.dataset", "pytest"]
+        [
+            "lowprec.training.loop",
+            "lowprec.training.capture",
+            "torch._inductor.config",
+            "pyarrow.dataset",
+            "pytest",
+        ]
     )
     return context
 
@@ -488,7 +498,7 @@ def test_a_full_disk_leaves_no_half_of_the_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(Recorder, "__init__", starts)
     with pytest.raises(UserError, match="cannot write .*step-000002.pt: "):
         train(small(weights_at=(1, 2)), tmp_path / "a")
-    assert list(files(tmp_path / ".a.part" / ".weights")) == ["step-000001.pt"]
+    assert list(contents(tmp_path / ".a.part" / ".weights")) == ["step-000001.pt"]
 
 
 @pytest.mark.parametrize("place", ["README.md", "/proc"])
@@ -542,7 +552,7 @@ def test_two_processes_go_on_from_where_one_stopped(tmp_path, monkeypatch):
 KEEPS = """
 import os, shutil, sys
 from lowprec.__main__ import main
-from lowprec.recorder import Recorder
+from lowprec.training.recorder import Recorder
 
 def keep(self, *state, checkpoint=Recorder.checkpoint):
     checkpoint(self, *state)
@@ -625,7 +635,9 @@ def test_a_process_of_a_second_node_takes_its_own_gpu(monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
-    monkeypatch.setattr("lowprec.train.end_with_launcher", lambda: None)  # its parent is pytest's
+    monkeypatch.setattr(
+        "lowprec.training.loop.end_with_launcher", lambda: None
+    )  # its parent is pytest's
     monkeypatch.setattr(torch.distributed, "init_process_group", asked.append)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: asked.append("end"))
     with processes(small(batch_size=16, device="auto")) as group:
@@ -676,7 +688,7 @@ def test_captures_and_the_window_leave_the_run_alone(tmp_path):
     run = train(watched, tmp_path / "b")
     assert run.metrics.equals(plain.metrics)
     assert run.info["weights_sha256"] == plain.info["weights_sha256"]
-    assert sorted(files(tmp_path / "b" / "captures")) == ["step-000003.xz"]
+    assert sorted(contents(tmp_path / "b" / "captures")) == ["step-000003.xz"]
     specimen = Capture.load(tmp_path / "b" / "captures" / "step-000003.xz")
     assert specimen.step == 3 and list(specimen.heads) == [1] and specimen.replay().reproduced
     errors = pd.read_parquet(tmp_path / "b" / "query_error.parquet")
@@ -695,7 +707,7 @@ def test_the_window_of_micro_batches_is_that_of_the_batch(tmp_path):
 
 
 def test_the_onset_keeps_300_steps_before_and_50_after(monkeypatch):
-    monkeypatch.setattr(runs, "find_explosion", lambda losses: runs.Explosion(700, True))
+    monkeypatch.setattr(runs, "find_explosion", lambda losses: explosion.Explosion(700, True))
     watch = object.__new__(Recorder)
     watch.metrics, watch.onset, watch.step = [], [], 1000
     watch.recent = [np.full((1, 2, 3), step) for step in range(200, 1000)]
@@ -778,7 +790,7 @@ def test_fp16_scales_the_loss_and_nothing_recorded_shows_it(tmp_path, low_scale)
 
 def overflowing(monkeypatch, at: int, scales: list):
     """Make one gradient of the step `at` infinite, as an overflow would; note each step's scale."""
-    from lowprec import train as module
+    from lowprec.training import loop as module
 
     gradients, steps = module._gradients, iter(range(100))
 
@@ -855,15 +867,15 @@ def test_the_order_of_the_data_has_a_seed_of_its_own(tmp_path):
 
 
 def test_the_rolling_captures_before_an_explosion_stay(tmp_path, monkeypatch):
-    real = runs.find_explosion
+    real = explosion.find_explosion
 
     def rising(losses):
-        return runs.Explosion(5, len(losses) > 9) if len(losses) > 6 else real(losses)
+        return explosion.Explosion(5, len(losses) > 9) if len(losses) > 6 else real(losses)
 
     monkeypatch.setattr(runs, "find_explosion", rising)
     config = small(policy="LOW", steps=40, capture_every=1, capture_keep=3, stop_after_explosion=4)
     run = train(config, tmp_path / "a")
-    kept = sorted(int(n[5:11]) for n in files(tmp_path / "a" / "captures"))
+    kept = sorted(int(n[5:11]) for n in contents(tmp_path / "a" / "captures"))
     assert run.info["ended"] == "explosion" and kept == [5, 6, 7, 8, 9]
     assert list(run.onset.step.unique()) == list(range(len(run.metrics)))
     sums = run.onset.groupby(["step"]).delta_abs.sum()
@@ -951,7 +963,7 @@ def test_deterministic_puts_everything_back():
 
 
 def test_every_committed_campaign_can_be_started():
-    for file in (runs.data_root() / "runs").glob("*/campaign.yaml"):
+    for file in (files.data_root() / "runs").glob("*/campaign.yaml"):
         assert campaign.load_campaign(file)  # which also makes each model's configuration
 
 
@@ -975,14 +987,14 @@ def test_a_campaign_without_tokens_starts_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(p.name for p in (runs.data_root() / "runs").iterdir() if runs.run_paths(p))
+    "name", sorted(p.name for p in (files.data_root() / "runs").iterdir() if runs.run_paths(p))
 )
 def test_recorded_runs_are_those_that_the_campaign_asks_for(name):
     """A campaign may still lack runs; what is there has the committed configuration."""
     jobs = {
-        j.name: j for j in campaign.load_campaign(runs.data_root() / f"runs/{name}/campaign.yaml")
+        j.name: j for j in campaign.load_campaign(files.data_root() / f"runs/{name}/campaign.yaml")
     }
-    corpus = json.loads((runs.data_root() / "corpora" / "pysource.json").read_text())
+    corpus = json.loads((files.data_root() / "corpora" / "pysource.json").read_text())
     for run in runs.load_runs(name).run:
         recorded = run.info["config"]
         for field, value in dataclasses.asdict(jobs[run.name].config).items():

@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lowprec.runs import Explosion
-from lowprec.studies import drift, twins, warning
+from lowprec.diagnose import drift
+from lowprec.records.explosion import Explosion
+from lowprec.studies import twins, warning
 
 
 def run(seed, onset=None, steps=400, shift=0.0, **config):

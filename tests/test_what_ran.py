@@ -7,8 +7,8 @@ import torch
 from conftest import family
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowprec.policy import RELEASED
-from lowprec.reference import emulate, oracle
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.policy import RELEASED
 from lowprec.studies.published import GpuAutocast, backward, forward
 
 

@@ -1,6 +1,6 @@
 """Numbers in sentences."""
 
-from lowprec import words
+from lowprec.evidence import words
 
 
 def test_hyphens_before_numbers_become_minus_signs():

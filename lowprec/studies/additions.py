@@ -19,7 +19,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 
 from lowprec import UserError
-from lowprec.formats import BF16, Format, round_to, ulp
+from lowprec.numerics.formats import BF16, Format, round_to, ulp
 
 RESIDUALS = ("none", "negative", "positive", "symmetric")
 

@@ -3,7 +3,7 @@
 The runs of a campaign kept their weights at some steps (`TrainConfig.weights_at`). Each model reads
 the first sequences of the batch of that step, the same in all arms of a seed, in FP32 and with
 PyTorch's attention whatever the arm rounds, and of every head
-`lowprec.studies.directions.head_cosines` is written into one small table, after which the weights
+`lowprec.diagnose.directions.head_cosines` is written into one small table, after which the weights
 may go:
 
     python -m lowprec.studies.alike runs/alike
@@ -16,7 +16,7 @@ import functools
 import pandas as pd
 
 from lowprec import entry
-from lowprec.studies.directions import head_cosines
+from lowprec.diagnose.directions import head_cosines
 from lowprec.studies.kept import table, tabulate
 
 COLUMNS = {

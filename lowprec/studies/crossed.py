@@ -15,9 +15,9 @@ import torch
 
 from lowprec import UserError, entry
 from lowprec.attention import trace
-from lowprec.capture import observe
-from lowprec.policy import ALL_FP32, LOW, SITES
+from lowprec.numerics.policy import ALL_FP32, LOW, SITES
 from lowprec.studies.kept import table, tabulate
+from lowprec.training.capture import observe
 
 ROUNDED = LOW.replace(delta_from="o_fp32")
 IN_FP16 = ROUNDED.replace(**{s: "fp16" for s in SITES if not getattr(LOW, s).is_fp32})
@@ -44,11 +44,12 @@ PART = 8
 def measure(model, text, targets, amp, exact: bool = False) -> pd.DataFrame:
     """One row a part and head, sums over the rows of its sequences.
 
-    text, targets: (B, T) int64, B a multiple of `CHUNK * PART`. amp: as `lowprec.model.autocast`
-    takes it. tied: rows with a tied maximum. eps, eps_abs, eps_sq: delta_o - delta_ref, its size
-    and its square, in the units of a chunk's mean loss. e_sq: the square of the output's error,
-    |o - o_fp32|^2. exact: delta_ref and o_fp32 are those of attention in FP32 on the same inputs
-    and dO, so that a rounding of P, which the model's own o_fp32 has too, is an error as well.
+    text, targets: (B, T) int64, B a multiple of `CHUNK * PART`. amp: as
+    `lowprec.training.model.autocast` takes it. tied: rows with a tied maximum. eps, eps_abs,
+    eps_sq: delta_o - delta_ref, its size and its square, in the units of a chunk's mean loss. e_sq:
+    the square of the output's error, |o - o_fp32|^2. exact: delta_ref and o_fp32 are those of
+    attention in FP32 on the same inputs and dO, so that a rounding of P, which the model's own
+    o_fp32 has too, is an error as well.
     Raises `UserError` if a sum is not finite.
     """
     scale = LOSS_SCALE if amp == "fp16" else 1.0

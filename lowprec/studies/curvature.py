@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowprec.formats import Format, round_to
-from lowprec.model import GPT, GPTConfig
-from lowprec.reference import emulate, oracle
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.formats import Format, round_to
+from lowprec.training.model import GPT, GPTConfig
 
 
 def common_tokens(tokens, keep):

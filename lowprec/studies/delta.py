@@ -17,9 +17,9 @@ import pandas as pd
 import torch
 
 from lowprec.attention import trace
-from lowprec.formats import E4M3
-from lowprec.policy import ALL_FP32, PrecisionPolicy
-from lowprec.studies.heads import sums
+from lowprec.evidence.heads import sums
+from lowprec.numerics.formats import E4M3
+from lowprec.numerics.policy import ALL_FP32, PrecisionPolicy
 from lowprec.studies.rivals import delta_error, exact_gradient, gradient_error
 
 

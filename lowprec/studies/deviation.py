@@ -19,9 +19,9 @@ import torch
 from scipy import stats
 
 from lowprec import UserError
-from lowprec.formats import Format, round_to
-from lowprec.policy import PrecisionPolicy
-from lowprec.reference import check_inputs
+from lowprec.attention.reference import check_inputs
+from lowprec.numerics.formats import Format, round_to
+from lowprec.numerics.policy import PrecisionPolicy
 
 FORWARD = ("s", "x", "p", "l", "o_acc", "o")
 
@@ -58,11 +58,11 @@ def tied_inputs(seeds, queries, keys, head_dim, fmt):
 def baseline(q, k, v, policy, serial=False):
     """Untiled attention, probabilities normalised before P V, under the forward sites of a policy.
 
-    Fields as in `lowprec.policy`, except that `p` is the normalised P; with l_from="p_rounded" the
-    exponentials are rounded to it, too. `o_acc` is not used: O needs no division. serial: products
-    and sums add from left to right and round every product and every partial sum to the format of
-    their site; else they accumulate in FP32. Returns O, float32. Stochastic sites raise
-    `UserError`.
+    Fields as in `lowprec.numerics.policy`, except that `p` is the normalised P; with
+    l_from="p_rounded" the exponentials are rounded to it, too. `o_acc` is not used: O needs no
+    division. serial: products and sums add from left to right and round every product and every
+    partial sum to the format of their site; else they accumulate in FP32. Returns O, float32.
+    Stochastic sites raise `UserError`.
     """
     policy = PrecisionPolicy.parse(policy)
     scale = check_inputs(q, k, v, False, None)

@@ -13,10 +13,13 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from lowprec import UserError, data, recorder, runs
-from lowprec.config import TrainConfig
-from lowprec.model import GPT
-from lowprec.train import pick_device
+from lowprec import UserError
+from lowprec.records import runs
+from lowprec.training import recorder
+from lowprec.training.config import TrainConfig
+from lowprec.training.data import shards as data
+from lowprec.training.loop import pick_device
+from lowprec.training.model import GPT
 
 
 def kept(run: runs.Run) -> dict[int, Path]:
@@ -47,9 +50,9 @@ def unwritten(path: Path) -> Path:
 def models(folder, tokens, sequences: int, device: str, **changes) -> Iterator[tuple]:
     """(run, step, config, model, text, targets) of all weights that the runs of a folder kept.
 
-    tokens: the stream the runs were trained on, a `lowprec.data.Tokens`; another one is refused.
-    text, targets: the first sequences of the batch of that step, (sequences, T) int64. changes: of
-    the run's config. Raises `UserError` where no run kept any.
+    tokens: the stream the runs were trained on, a `lowprec.training.data.shards.Tokens`; another
+    one is refused. text, targets: the first sequences of the batch of that step, (sequences, T)
+    int64. changes: of the run's config. Raises `UserError` where no run kept any.
     """
     found = [(run, step) for run in runs.load_runs(Path(folder)).run for step in kept(run)]
     if not found:

@@ -1,7 +1,7 @@
 """The loss along the drift: does it see a step of W_Q along the mean of R, and which way is down?
 
 The error of a head's W_Q gradient is a sum of -eps_i R_i, R_i = (P K)_i x_i^T, with eps of one sign
-most often (`lowprec.studies.directions`). Descent subtracts it. So if eps is positive W_Q drifts
+most often (`lowprec.diagnose.directions`). Descent subtracts it. So if eps is positive W_Q drifts
 along the mean R, and a positive slope opposes the drift. The runs of a campaign kept their weights
 at some steps (`TrainConfig.weights_at`). Of each model the loss of the first sequences of the batch
 of that step is taken at W_Q + t * sigma(W_Q) * u, head by head of one layer, for u the mean R of
@@ -21,9 +21,9 @@ import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from lowprec import entry
-from lowprec.probes import spectral_norms
-from lowprec.rotary import rotate
 from lowprec.studies.kept import table, tabulate
+from lowprec.training.probes import spectral_norms
+from lowprec.training.rotary import rotate
 
 LAYER = 1
 """The layer in which the six-layer model fails, counted from 0."""

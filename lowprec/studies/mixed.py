@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowprec.formats import round_to
+from lowprec.numerics.formats import round_to
 
 
 @dataclass(frozen=True)

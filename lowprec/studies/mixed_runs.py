@@ -25,8 +25,9 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from lowprec import UserError, entry, runs
-from lowprec.formats import BF16, Format, round_to, ulp
+from lowprec import UserError, entry
+from lowprec.numerics.formats import BF16, Format, round_to, ulp
+from lowprec.records import files, provenance
 from lowprec.studies.mixed import ARMS, LossScale, Optimiser, per_seed, product, store
 from lowprec.studies.small import TASKS
 
@@ -228,7 +229,7 @@ def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf
     deadline: seconds after which no further arm is begun; the record then lists fewer arms.
     Existing files are never overwritten.
     """
-    about, start = provenance(folder, name, device), time.monotonic()
+    about, start = new_record(folder, name, device), time.monotonic()
     curves, ends, exponents = [], [], {}
     for arm in arms:
         if curves and time.monotonic() - start > deadline:
@@ -258,7 +259,7 @@ def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf
 
 def record_products(folder, device):
     """Write `products.json`: the hardware's BF16 casts and products beside the emulated ones."""
-    about, found = provenance(folder, "products", device), []
+    about, found = new_record(folder, "products", device), []
     about |= {"inputs": 2**32, "casts": compare_all_casts(device)}
     flags = torch.backends.cuda.matmul
     for reduced in (False, True):
@@ -271,18 +272,18 @@ def record_products(folder, device):
     (folder / "products.json").write_text(json.dumps(about | {"products": found}, indent=1) + "\n")
 
 
-def provenance(folder, name, device):
+def new_record(folder, name, device):
     """Where and with what a record is made. Raises `UserError` if it exists."""
     path = Path(folder) / f"{name}.json"
     if path.exists():
         raise UserError(f"{path} exists and is never overwritten; take another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return {"format": "lowprec-mixed-1", "name": name, **runs.provenance(device)}
+    return {"format": "lowprec-mixed-1", "name": name, **provenance.provenance(device)}
 
 
 def load(name, folder=None):
     """A record as (about, ends, curves); None if it does not exist. The last two are DataFrames."""
-    folder = Path(folder) if folder else runs.data_root() / "mixed"
+    folder = Path(folder) if folder else files.data_root() / "mixed"
     path = folder / f"{name}.json"
     if not path.exists():
         return None

@@ -16,11 +16,11 @@ import pandas as pd
 import torch
 
 from lowprec import entry
-from lowprec.capture import observe
-from lowprec.formats import round_to
-from lowprec.model import take_heads
-from lowprec.policy import PrecisionPolicy
+from lowprec.numerics.formats import round_to
+from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.studies.kept import table, tabulate
+from lowprec.training.capture import observe
+from lowprec.training.model import take_heads
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "place": "str", "largest": "float32",
@@ -31,10 +31,10 @@ COLUMNS = {
 def largest(model, text, targets, amp) -> pd.DataFrame:
     """One row a place, in the order of the forward pass, `loss` last.
 
-    text, targets: (B, T) int64. amp: as `lowprec.model.autocast` takes it. place: the name of a
-    module, for what it returns; `blocks.i.qk` for the products of queries with the keys they see,
-    before the scale, as the policy stores them. largest: of the finite numbers' sizes, 0 if none
-    is. lost: how many are infinite or NaN.
+    text, targets: (B, T) int64. amp: as `lowprec.training.model.autocast` takes it. place: the name
+    of a module, for what it returns; `blocks.i.qk` for the products of queries with the keys they
+    see, before the scale, as the policy stores them. largest: of the finite numbers' sizes, 0 if
+    none is. lost: how many are infinite or NaN.
     """
     found = []
 

@@ -20,9 +20,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lowprec import UserError, entry, recorder, runs
+from lowprec import UserError, entry
+from lowprec.records import explosion, runs
 from lowprec.studies.kept import kept, load, unwritten
-from lowprec.train import pick_device
+from lowprec.training import recorder
+from lowprec.training.loop import pick_device
 
 COLUMNS = {
     "pair": "str", "seed": "int16", "other_seed": "int16", "step": "int32", "weight": "str",
@@ -67,8 +69,8 @@ def matrices(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def named_pairs(table: pd.DataFrame, names: list[str]) -> list[tuple[str, runs.Run, runs.Run]]:
     """(name, run, the run it is compared with) of all runs that kept weights.
 
-    table: of `lowprec.runs.load_runs`. names: ARM:ARM for equal seeds, or one arm twice for its
-    seeds with each other.
+    table: of `lowprec.records.runs.load_runs`. names: ARM:ARM for equal seeds, or one arm twice for
+    its seeds with each other.
     """
     by_place = {(row.arm, row.seed): row.run for row in table.itertuples() if kept(row.run)}
     found = []
@@ -118,7 +120,7 @@ def facts(used: dict[str, runs.Run]) -> dict:
     shared = {k: v for k, v in every[0].items() if all(k in i and i[k] == v for i in every)}
     own = {name: {k: v for k, v in i.items() if k not in shared} for name, i in flat.items()}
     for name, run in used.items():
-        own[name]["loss"] = float(run.metrics.loss.tail(runs.WINDOW).mean())
+        own[name]["loss"] = float(run.metrics.loss.tail(explosion.WINDOW).mean())
         own[name]["skipped"] = int((~np.isfinite(run.metrics.grad_norm)).sum())
     return dict(shared=shared, runs=own)
 

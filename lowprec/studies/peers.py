@@ -24,12 +24,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowprec import UserError, entry, runs
+from lowprec import UserError, entry
 from lowprec.attention import attention, trace
-from lowprec.capture import Capture
-from lowprec.formats import BF16, round_to, ulp
-from lowprec.reference import oracle
-from lowprec.rotary import rotate
+from lowprec.attention.reference import oracle
+from lowprec.numerics.formats import BF16, round_to, ulp
+from lowprec.records import files, provenance
+from lowprec.training.capture import Capture
+from lowprec.training.rotary import rotate
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -198,7 +199,7 @@ def in_ulp(eps, do, o) -> tuple[float, float]:
 
 def captures() -> dict[str, Capture]:
     """The committed captures by name; all have one head and one sequence."""
-    paths = sorted((runs.data_root() / "captures").glob("*.xz"))
+    paths = sorted((files.data_root() / "captures").glob("*.xz"))
     return {path.stem: Capture.load(path) for path in paths}
 
 
@@ -351,7 +352,7 @@ def record(device) -> dict:
     """Everything on this device, with its provenance, as JSON holds it."""
     specimens = Specimens(captures(), device)
     _, heads, seqlen, _ = specimens.q.shape
-    about = dict(date=datetime.date.today().isoformat(), **runs.provenance(device))
+    about = dict(date=datetime.date.today().isoformat(), **provenance.provenance(device))
     found = measure(specimens, heads=heads, seqlen=seqlen)
     del found["errors"]
     return about | found
@@ -362,7 +363,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the dated record goes")
     folder = parser.parse_args().folder
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware = runs.provenance(device)["hardware"].lower().replace(" ", "-")
+    hardware = provenance.provenance(device)["hardware"].lower().replace(" ", "-")
     path = folder / f"{datetime.date.today().isoformat()}-{hardware}.json"
     if path.exists():
         raise UserError(f"{path} exists and is never overwritten; rename it")

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowprec.reference import causal_mask, check_inputs
+from lowprec.attention.reference import causal_mask, check_inputs
 
 FLOOR = 1e-10
 """Least sum of a block."""
@@ -27,7 +27,7 @@ def forward(q, k, v, tile=512, causal=True, scale=None) -> SimpleNamespace:
     """Attention over blocks of `tile` keys; q, k, v: (batch, heads, seqlen, head_dim).
 
     Returns o in q's type, lse (batch, heads, seqlen, 1), and as the last block left them s, x,
-    p_unnorm, total, alpha, pv, l and o_acc, by the names of `lowprec.reference.Trace`.
+    p_unnorm, total, alpha, pv, l and o_acc, by the names of `lowprec.attention.reference.Trace`.
     """
     scale = check_inputs(q, k, v, causal, scale)
     hidden = causal_mask(q.shape[2], k.shape[2], q.device, causal).logical_not()

@@ -11,9 +11,9 @@ import dataclasses
 
 import torch
 
-from lowprec.reference import oracle
-from lowprec.rotary import rotate
-from lowprec.survival import LEVEL
+from lowprec.attention.reference import oracle
+from lowprec.evidence.survival import LEVEL
+from lowprec.training.rotary import rotate
 
 
 def query_gradient(capture, dq) -> torch.Tensor:
@@ -52,8 +52,8 @@ def effect(row, base) -> str:
     """One word on an arm of training: what became of the time, or its verdict if no run exploded or
     it has fewer than four.
 
-    row, base: of the arm and of what it was compared with, in `lowprec.survival.compare_arms` with
-    the permutation test.
+    row, base: of the arm and of what it was compared with, in
+    `lowprec.evidence.survival.compare_arms` with the permutation test.
     """
     if row.exploded == 0 or row.n < 4:
         return row.verdict

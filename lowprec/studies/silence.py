@@ -16,10 +16,10 @@ import pandas as pd
 
 from lowprec import entry
 from lowprec.attention import trace
-from lowprec.capture import observe
-from lowprec.model import take_heads
-from lowprec.policy import PrecisionPolicy
+from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.studies.kept import table, tabulate
+from lowprec.training.capture import observe
+from lowprec.training.model import take_heads
 
 COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "layer": "int16", "head": "int16",

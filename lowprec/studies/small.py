@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-from lowprec import data, runs
+from lowprec.records import files
+from lowprec.training.data import shards as data
 
 DIGITS = data.CORPORA / "digits.safetensors"
 
@@ -111,8 +112,8 @@ class Text:
 
     @functools.cached_property
     def data(self):
-        """Training and held-out tokens, the last twentieth, as `lowprec.data.Tokens`."""
-        tokens = data.load_tokens(runs.at_root(self.path), verify=self.classes is not None)
+        """Training and held-out tokens, the last twentieth, as `training.data.shards.Tokens`."""
+        tokens = data.load_tokens(files.at_root(self.path), verify=self.classes is not None)
         cut = len(tokens) - len(tokens) // 20
         if self.classes is None:
             parts = [*tokens.shards[:-1], tokens.shards[-1][: cut - len(tokens)]]

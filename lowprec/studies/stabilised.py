@@ -2,9 +2,9 @@
 
 Where a row's largest score r is tied, the rule of Qiu & Yao (2025, section 4, Algorithm 1)
 subtracts beta * r (r > 0) or gamma * r (r < 0) instead of r; here it is `Shift("beta")` of
-`lowprec.policy`. In exact arithmetic nothing changes. In a format whose smallest number is f, all
-weights of a row vanish once exp(-(beta - 1) r) < f / 2, and before that a floor under their sum
-takes over.
+`lowprec.numerics.policy`. In exact arithmetic nothing changes. In a format whose smallest number is
+f, all weights of a row vanish once exp(-(beta - 1) r) < f / 2, and before that a floor under their
+sum takes over.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 import torch
 
 from lowprec.attention import trace
-from lowprec.formats import BF16, Format, round_to
-from lowprec.reference import emulate, shifted_max
+from lowprec.attention.reference import emulate, shifted_max
+from lowprec.numerics.formats import BF16, Format, round_to
 
 
 def made_rows(maxima, ties, others, generator, below=(8.0, 12.0), head_dim=8):
@@ -40,7 +40,7 @@ def made_rows(maxima, ties, others, generator, below=(8.0, 12.0), head_dim=8):
 
 
 def attend(rows, policy, tile=None):
-    """The trace of `lowprec.reference.emulate` on `made_rows`."""
+    """The trace of `lowprec.attention.reference.emulate` on `made_rows`."""
     return emulate(*rows, policy, tile, causal=False, scale=1.0)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from lowprec.runs import WINDOW, window_mean
-from lowprec.studies.heads import end_of, norms
+from lowprec.evidence.heads import end_of, norms
+from lowprec.records.explosion import WINDOW, window_mean
 
 
 def beside(arm, base, measure) -> pd.DataFrame:
     """A measure of each run of an arm and of the base's run with its seed: columns mine, base, a
-    row a seed that both have. arm, base: `lowprec.survival.Arm`. measure: a function of a Run."""
+    row a seed that both have. arm, base: `survival.Arm`. measure: a function of a Run."""
     seeds = sorted(set(arm.by_seed) & set(base.by_seed))
     rows = [[measure(some.by_seed[seed]) for some in (arm, base)] for seed in seeds]
     return pd.DataFrame(rows, pd.Index(seeds, name="seed"), ["mine", "base"])

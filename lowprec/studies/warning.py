@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from lowprec.runs import WINDOW
-from lowprec.studies.heads import end_of
+from lowprec.evidence.heads import end_of
+from lowprec.records.explosion import WINDOW
 
 
 def gradient_norm(run, window: int = WINDOW) -> pd.Series:

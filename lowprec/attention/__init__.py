@@ -1,0 +1,9 @@
+"""Attention whose every rounding is a named choice: what it is, what a policy computes, and fast.
+
+`oracle` in `reference` says what attention is, `emulate` there what a policy computes, `kernels`
+compute it fast; `operator` is the one entry to all of them, and `drop_in` has PyTorch's signature.
+"""
+
+from lowprec.attention.operator import IMPLS, PROBE_COLUMNS, attention, trace
+
+__all__ = ["IMPLS", "PROBE_COLUMNS", "attention", "trace"]

@@ -1,0 +1,221 @@
+"""Launches the attention kernels: checks, constexprs from the policy, hardware blocks, outputs.
+
+The hardware blocks BM x BN come from a table by head_dim, measured once (`HARDWARE`); the rounding
+block `tile` is the caller's. Nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from contextlib import nullcontext
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from lowprec import UserError
+from lowprec.attention.kernels import backward as bwd
+from lowprec.attention.kernels import forward as fwd
+from lowprec.attention.kernels.rounding import Constants, redrawn_code, site_code
+from lowprec.numerics.policy import DITHER, SITES, PrecisionPolicy
+
+HEAD_DIMS = (16, 32, 64, 128)
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NATIVE = not isinstance(fwd.attention_fwd_kernel, InterpretedFunction)
+"""False under TRITON_INTERPRET=1, where the kernels run on CPU tensors."""
+
+HARDWARE = {
+    # architecture: head_dim up to: kernel, of a tile, of any tile:
+    # (BM, BN, warps, stages, most registers a thread or None)
+    "sm_90": {
+        64: {
+            "forward": (64, 64, 4, 3, 128), "forward 64": (64, 64, 4, 3, None),
+            "forward 128": (64, 128, 4, 2, None), "forward tiled": (64, 64, 4, 3, 160),
+            "dq": (64, 64, 4, 2, None), "dq tiled": (64, 32, 4, 4, None),
+            "dkdv": (32, 64, 4, 4, 128), "dkdv tiled": (64, 64, 4, 3, None),
+        },
+        128: {
+            "forward": (64, 64, 4, 3, None), "forward tiled": (64, 64, 4, 2, None),
+            "dq": (64, 64, 4, 2, None), "dkdv": (32, 64, 4, 4, None),
+        },
+    },
+}  # fmt: skip
+"""Chosen from the sweep that data/benchmarks/ records. Other architectures use sm_90's."""
+
+
+def check_supported(policy: PrecisionPolicy, tile: int | None = None) -> None:
+    """Raise `UserError`, naming the field, for what the kernels do not honour."""
+    for name in SITES:
+        site_code(policy, name)
+    if tile is not None and (tile < 16 or tile & (tile - 1)):
+        raise UserError(
+            f"tile={tile}: a rounding block in the Triton kernels is 16, 32, 64 ... keys (a power "
+            f"of two) or None for the whole row; use impl='emulate'"
+        )
+
+
+def check_tensors(q, k, v, scale: float) -> None:
+    """Raise `UserError` for tensors that the kernels do not take."""
+    mend = "use impl='emulate'"
+    if q.dtype not in DTYPES:
+        raise UserError(f"the Triton kernels take {', '.join(DTYPES.values())}, not {q.dtype}")
+    if q.shape[3] not in HEAD_DIMS:
+        raise UserError(f"head_dim={q.shape[3]} is not one of {HEAD_DIMS}; {mend}")
+    if q.shape != k.shape:
+        raise UserError(f"the Triton kernels take as many queries as keys; {mend}")
+    if not scale > 0:
+        raise UserError(f"the Triton kernels need a positive scale, not {scale}; {mend}")
+    ours = q.shape[1] * q.shape[3]  # of outputs and gradients, see `new_rows`
+    if q.shape[2] * max(ours, *(x.stride(2) for x in (q, k, v))) >= 2**31:
+        raise UserError(
+            f"seqlen={q.shape[2]} with these strides needs offsets beyond 32 bits within a head; "
+            f"make q, k, v contiguous, take fewer heads at once, or {mend}"
+        )
+    if NATIVE and not q.is_cuda:
+        raise UserError(
+            "the Triton kernels need CUDA tensors; for CPU tensors set TRITON_INTERPRET=1 before "
+            f"starting Python, or {mend}"
+        )
+
+
+@functools.lru_cache
+def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
+    """{"p_bwd": code, ...} of the sites that a kernel rounds at."""
+    return {name: site_code(policy, name) for name in sites}
+
+
+def blocks(kernel: str, d: int, n: int, tile: int, dtype) -> tuple[dict, dict]:
+    """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick."""
+    if not NATIVE:
+        bm, bn, options = 128, 128, {}
+    else:
+        table = HARDWARE["sm_90"]
+        table = table[min(size for size in table if d <= size)]
+        names = (f"{kernel} {tile}", f"{kernel} tiled", kernel) if tile else (kernel,)
+        bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
+        if dtype != torch.bfloat16:  # operands in several pieces need more of everything
+            stages, registers = 1, None
+        # Each product and each sum rounds on its own, as in the emulation.
+        options = dict(num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+        if registers:
+            options["maxnreg"] = registers
+    if tile:  # the side that the kernel walks along
+        bm, bn = (min(bm, tile), bn) if kernel == "dkdv" else (bm, min(bn, tile))
+    return dict(bm=bm, bn=bn, tile=tile, even=n % bm == 0 and n % bn == 0), options
+
+
+def last_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it if its last dimension, which the kernels walk along, is strided."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Those of batch, head and row of each tensor, in elements; the last one is 1."""
+    return tuple(s for x in tensors for s in x.stride()[:3])
+
+
+def common(q, causal: bool, scale: float, policy: PrecisionPolicy) -> dict:
+    """Constants of every kernel."""
+    power_of_two = math.frexp(scale)[0] == 0.5
+    return dict(
+        h=q.shape[1], d=q.shape[3], causal=causal, native=NATIVE,
+        exact=power_of_two and policy.s.fmt.exponent_bits == 8,
+        pieces=3 if q.dtype == torch.float32 else 2,
+    )  # fmt: skip
+
+
+def on_device(x: torch.Tensor):
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def new_rows(q, dtype=None):
+    """An empty (B, H, T, D) tensor, (B, T, H, D) in memory: the reshape to (B, T, H * D) that
+    follows in a transformer is free."""
+    b, h, n, d = q.shape
+    return torch.empty(b, n, h, d, dtype=dtype or q.dtype, device=q.device).transpose(1, 2)
+
+
+def forward(
+    q, k, v, policy, causal, scale, tile=None, seed=0, stored=False, shadow=False, ties=False
+):
+    """(o, o_stored, o_fp32, lse, ties) of attention; None where not asked for.
+
+    q, k, v: (B, H, T, D), bfloat16, float16 or float32. o: as q. o_stored: float32, o as the policy
+    stores it, wanted where q's dtype cannot hold that. o_fp32: float32, the shadow output. lse:
+    (B, H, T) float32. ties: (B, H, T) int32, scores equal to the row's maximum. A row whose scores
+    are all -inf gives o = 0 and lse = -inf; a score of +inf or NaN gives NaN in its row.
+    """
+    check_supported(policy, tile)
+    check_tensors(q, k, v, scale)
+    q, k, v = (last_contiguous(x) for x in (q, k, v))
+    b, h, n, d = q.shape
+    o = new_rows(q)
+    o_stored = new_rows(q, torch.float32) if stored else None
+    o_fp32 = new_rows(q, torch.float32) if shadow else None
+    lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
+    b_ties = torch.empty_like(lse, dtype=torch.int32) if ties else None
+    sizes, options = blocks("forward", d, n, 0 if tile is None or tile >= n else tile, q.dtype)
+    shift = policy.shift
+    known = Constants(
+        **common(q, causal, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
+        **codes(policy, "s", "x", "p", "l", "o_acc", "o"),
+        l_from_p=policy.l_from == "p_rounded", l_floor=policy.l_floor,
+        shift=shift.kind, beta=shift.beta, gamma=shift.gamma, tol=shift.tol,
+        amplitude=shift.amplitude, dither_stream=DITHER,
+    )  # fmt: skip
+    with on_device(q):
+        fwd.attention_fwd_kernel[(triton.cdiv(n, known.bm) * b * h,)](
+            q, k, v, o, o_stored, o_fp32, lse, b_ties, strides(q, k, v, o), n, scale, seed, known,
+            **options,
+        )  # fmt: skip
+    return o, o_stored, o_fp32, lse, b_ties
+
+
+def backward(
+    do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile=None, seed=0, probe=False
+):
+    """(dq, dk, dv, delta, delta_o, delta_ref, sums); the last three None without `probe`.
+
+    o: the output as the backward reads it (`o_stored` of `forward` if there is one); o_fp32: the
+    shadow output, needed for delta_from="o_fp32", "o_split", "o_redrawn", for delta_bias and, like
+    `ties`, for `probe`.
+    delta (the one used), delta_o (from o), delta_ref (from o_fp32): (B, H, T) float32. sums:
+    (H, 3) float32, per head the sum of delta_o - delta_ref, of its absolute value, and the number
+    of rows whose largest score is tied.
+    """
+    do, q, k, v = (last_contiguous(x) for x in (do, q, k, v))
+    b, h, n, d = q.shape
+    delta, sums, delta_o, delta_ref = torch.empty_like(lse), None, None, None
+    same = common(q, causal, scale, policy)
+    tile = 0 if tile is None or tile >= n else tile
+    dq, dk, dv = (new_rows(q) for _ in range(3))
+    removed = policy.row_sum == "removed"
+    mean_key = k.mean(2, dtype=torch.float32).contiguous() if removed else None
+
+    sizes, options = blocks("dq", d, n, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
+    known = Constants(
+        **same, **sizes, probe=probe, delta_from=policy.delta_from, redrawn=redrawn_code(policy),
+        delta_bias=policy.delta_bias, row_sum=removed,
+        **codes(policy, "s", "dodo", "dp", "ds", "dq_acc"),
+    )  # fmt: skip
+    n_blocks = triton.cdiv(n, known.bm)
+    if probe:
+        delta_o, delta_ref = torch.empty_like(lse), torch.empty_like(lse)
+        sums = torch.empty(b, h, n_blocks, 3, dtype=torch.float32, device=q.device)
+    # o_fp32 has the memory layout of o, so one set of strides serves both
+    with on_device(q):
+        bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
+            q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_o, delta_ref, sums, dq,
+            strides(q, k, v, do, o, dq), n, scale, seed, known, **options,
+        )  # fmt: skip
+    sizes, options = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
+    sites = codes(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc")
+    known = Constants(**same, **sizes, **sites)
+    with on_device(q):
+        bwd.attention_bwd_dkdv_kernel[(triton.cdiv(n, known.bn) * b * h,)](
+            q, k, v, do, lse, delta, dk, dv, strides(q, k, v, do, dk), n, scale, seed, known,
+            **options,
+        )  # fmt: skip
+    return dq, dk, dv, delta, delta_o, delta_ref, sums.sum((0, 2)) if probe else None

@@ -1,0 +1,337 @@
+"""What every attention kernel shares: rounding sites, random words, matrix products, tiles.
+
+A site reaches a kernel as one integer, `site_code`; 0 is FP32, which rounds nothing. Numbers are
+rounded as in `lowprec.numerics.formats.round_to`, on the bits of the FP32 pattern.
+
+The same source runs under Triton's CPU interpreter, whose BF16 arithmetic is wrong: with
+NATIVE=False values are FP32 as soon as they are loaded, rounded with integer operations on their
+bit pattern and multiplied in FP32, which is exact for BF16 operands.
+
+Names: p_* pointers, o_* offsets, m_* masks, b_* block values; BM queries, BN keys, D head_dim;
+`who` is (seed, batch, head), which keys random words together with a row and a column.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from lowprec import UserError
+from lowprec.numerics.formats import FP16, ROUNDINGS
+from lowprec.numerics.policy import REDRAW, SITES, PrecisionPolicy
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, STOCHASTIC = map(tl.constexpr, range(4))  # ROUNDINGS
+HALF = tl.constexpr(1 << 7)  # the flag of FP16 in a code
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a kernel knows when it is compiled, as one constexpr: shapes, options and sites.
+
+    h heads, d head_dim; bm x bn the hardware block; tile keys (queries for dK and dV) a rounding
+    block, 0 for the whole row; even: the length is a multiple of bm and bn; exact, pieces, native:
+    see `scores`, `dot` and above. Each site is its `site_code`, redrawn that of a second rounding
+    of o; the rest are fields of the policy and what the caller wants back.
+    """
+
+    h: int
+    d: int
+    bm: int
+    bn: int
+    tile: int
+    causal: bool
+    even: bool
+    exact: bool
+    pieces: int
+    native: bool
+    s: int = 0
+    x: int = 0
+    p: int = 0
+    l: int = 0  # noqa: E741
+    o_acc: int = 0
+    o: int = 0
+    dodo: int = 0
+    dp: int = 0
+    p_bwd: int = 0
+    ds: int = 0
+    dq_acc: int = 0
+    dkdv_acc: int = 0
+    redrawn: int = 0
+    l_from_p: bool = False
+    l_floor: float = 0.0
+    shift: str = "none"
+    beta: float = 0.0
+    gamma: float = 0.0
+    tol: float = 0.0
+    amplitude: float = 0.0
+    dither_stream: int = 0
+    delta_from: str = "o"
+    delta_bias: float = 0.0
+    row_sum: bool = False
+    stored: bool = False
+    shadow: bool = False
+    ties: bool = False
+    probe: bool = False
+
+
+def site_code(policy: PrecisionPolicy, name: str) -> int:
+    """Site `name` as a constexpr: index << 16 | mode << 8 | (FP16 flag or significand bits).
+
+    Raises `UserError`, naming the field, for a format that the kernels do not have.
+    """
+    site = getattr(policy, name)
+    if site.is_fp32:
+        return 0
+    fmt = site.fmt
+    if fmt == FP16:
+        kind = HALF.value
+    elif fmt.exponent_bits == 8 and fmt.significand_bits < 23 and fmt.overflow == "inf":
+        kind = fmt.significand_bits
+    else:
+        raise UserError(
+            f"the Triton kernels do not honour policy field {name}={site}: a site there is fp32, "
+            f"fp16, bf16 or e8mX with X below 23; use impl='emulate'"
+        )
+    return SITES.index(name) << 16 | ROUNDINGS.index(site.rounding) << 8 | kind
+
+
+def redrawn_code(policy: PrecisionPolicy) -> int:
+    """The code of o's format, stochastic, with the random words of delta_from="o_redrawn"."""
+    code = site_code(policy, "o")
+    return code and REDRAW << 16 | ROUNDINGS.index("stochastic") << 8 | code & 255
+
+
+@triton.jit
+def random_words(who, STREAM: tl.constexpr, o_row, o_col):
+    """`numerics.formats.keyed_bits`: 32 random bits for each (row, column).  # [rows, columns]"""
+    seed, batch, head = who
+    o_row, o_col = (o_row + 0 * o_col).to(tl.uint32), (o_col + 0 * o_row).to(tl.uint32)
+    key = tl.cast(seed, tl.int64) | (STREAM << 32)
+    return tl.philox(key, o_col, o_row, head.to(tl.uint32), batch.to(tl.uint32))[0]
+
+
+@triton.jit
+def round_wide(x, bits, word, MODE: tl.constexpr, DROP: tl.constexpr):
+    """FP32 with its last DROP significand bits rounded away; an overflow carries into infinity."""
+    if MODE == NEAREST_EVEN:
+        bits += ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)
+    elif MODE == NEAREST_AWAY:
+        bits += 1 << (DROP - 1)
+    elif MODE == STOCHASTIC:
+        bits += word >> (32 - DROP)
+    return tl.where(x == x, ((bits >> DROP) << DROP).to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def round_half(x, bits, word, MODE: tl.constexpr):
+    """FP16 by any mode: below 2^-14 its spacing is 2^-24, above 65504 is infinity."""
+    y = tl.abs(round_wide(x, bits, word, MODE, 13))
+    scaled = tl.abs(x) * 16777216.0
+    integer = tl.floor(scaled)
+    fraction = scaled - integer
+    if MODE == NEAREST_EVEN:
+        odd = integer - 2 * tl.floor(integer * 0.5)
+        up = (fraction > 0.5) | ((fraction == 0.5) & (odd == 1))
+    elif MODE == NEAREST_AWAY:
+        up = fraction >= 0.5
+    elif MODE == STOCHASTIC:
+        part = fraction * 4294967296.0
+        part = tl.where(part < 8388608.0, tl.floor(part + 0.5), part)  # to the nearest 2^-32
+        up = part.to(tl.int64) + word.to(tl.int64) >= 4294967296
+    else:
+        up = fraction < 0
+    small = (integer + up.to(tl.float32)) * 5.9604644775390625e-08
+    y = tl.where(tl.abs(x) < 6.103515625e-05, small, y)
+    if MODE == TOWARD_ZERO:
+        y = tl.where(tl.abs(x) == float("inf"), y, tl.minimum(y, 65504.0))
+    else:
+        y = tl.where(y > 65504.0, float("inf"), y)
+    signed = y.to(tl.uint32, bitcast=True) | ((bits >> 31) << 31)  # -y would be 0 - y: +0 for 0
+    return tl.where(x == x, signed.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def exp(x):
+    """exp(x) as the hardware's exp2: 2 ulp of FP32, and a result below 2^-126 is 0."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def round_bf16_native(x):
+    """To BF16 and back, two numbers per conversion: Triton's own cast takes one, at a quarter of
+    the rate."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, -65536; }",
+        "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def round_site(x, CODE: tl.constexpr, who, o_row, o_col, NATIVE: tl.constexpr):
+    """x as the site of that code stores it; o_row and o_col broadcast to x's shape."""
+    MODE: tl.constexpr = (CODE >> 8) & 255
+    KIND: tl.constexpr = CODE & 255
+    if CODE == 0:
+        y = x
+    elif NATIVE and MODE == NEAREST_EVEN and KIND == 7:
+        y = round_bf16_native(x)
+    elif NATIVE and MODE == NEAREST_EVEN and KIND == HALF:
+        y = x.to(tl.float16).to(tl.float32)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        word = bits
+        if MODE == STOCHASTIC:
+            word = random_words(who, CODE >> 16, o_row, o_col)
+        if KIND == HALF:
+            y = round_half(x, bits, word, MODE)
+        else:
+            y = round_wide(x, bits, word, MODE, 23 - KIND)
+    return y
+
+
+@triton.jit
+def round_bf16(x, NATIVE: tl.constexpr):
+    """FP32 value nearest to x among BF16 numbers, ties to even."""
+    return round_site(x, 7, 0, 0, 0, NATIVE)
+
+
+@triton.jit
+def operand(x, CODE: tl.constexpr, who, o_row, o_col, NATIVE: tl.constexpr):
+    """x rounded by its site for `dot`: in the 16-bit type that holds the numbers, if one does."""
+    KIND: tl.constexpr = CODE & 255
+    MODE: tl.constexpr = (CODE >> 8) & 255
+    if not NATIVE or CODE == 0:
+        y = round_site(x, CODE, who, o_row, o_col, NATIVE)
+    elif KIND == 7 and MODE == NEAREST_EVEN:
+        y = x.to(tl.bfloat16)
+    elif KIND <= 7:
+        y = round_site(x, CODE, who, o_row, o_col, NATIVE).to(tl.bfloat16)
+    elif KIND == HALF:
+        y = round_site(x, CODE, who, o_row, o_col, NATIVE).to(tl.float16)
+    else:
+        y = round_site(x, CODE, who, o_row, o_col, NATIVE)
+    return y
+
+
+@triton.jit
+def remainder(x, piece, GUARD: tl.constexpr):
+    """What a BF16 piece leaves of x; with GUARD nothing of an infinity, else NaN."""
+    rest = x - piece
+    return tl.where(tl.abs(piece) == float("inf"), 0.0, rest) if GUARD else rest
+
+
+@triton.jit
+def pieces(x, GUARD: tl.constexpr):
+    """x as a sum of three BF16 numbers, largest first; exact for FP32 unless it underflows."""
+    if x.dtype == tl.bfloat16:
+        first, second, third = x, x, x  # only the first is used
+    else:
+        x = x.to(tl.float32)
+        kept = round_bf16_native(x)
+        rest = remainder(x, kept, GUARD)
+        kept_rest = round_bf16_native(rest)
+        first, second = kept.to(tl.bfloat16), rest.to(tl.bfloat16)
+        third = remainder(rest, kept_rest, GUARD).to(tl.bfloat16)
+    return first, second, third
+
+
+@triton.jit
+def dot(a, b, acc, PIECES: tl.constexpr, NATIVE: tl.constexpr):
+    """acc + a @ b, accumulated in FP32.
+
+    Operands of one 16-bit type go to the tensor cores as they are. Otherwise each is a sum of
+    BF16 numbers: one for a BF16 operand, two for FP16 (exact), PIECES for FP32. PIECES=2 leaves a
+    relative error of 2^-17 in each factor, PIECES=3 none away from under- and overflow. Products
+    of pieces that are left out make 2^-24 of a product of two FP32 factors. Tensor cores cut where
+    FP32 would round, see book/notation.md.
+    """
+    if not NATIVE:
+        acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif a.dtype == b.dtype and a.dtype != tl.float32:
+        acc = tl.dot(a, b, acc)
+    else:
+        NA: tl.constexpr = 1 if a.dtype == tl.bfloat16 else PIECES if a.dtype == tl.float32 else 2
+        NB: tl.constexpr = 1 if b.dtype == tl.bfloat16 else PIECES if b.dtype == tl.float32 else 2
+        # infinities arrive in FP16 and FP32 inputs; an FP32 site of BF16 inputs may turn to NaN
+        a0, a1, a2 = pieces(a, PIECES > 2 or a.dtype == tl.float16)
+        b0, b1, b2 = pieces(b, PIECES > 2 or b.dtype == tl.float16)
+        if NA > 2:
+            acc = tl.dot(a2, b0, acc)
+        if NB > 2:
+            acc = tl.dot(a0, b2, acc)
+        if NA > 1 and NB > 1:
+            acc = tl.dot(a1, b1, acc)
+        if NA > 1:
+            acc = tl.dot(a1, b0, acc)
+        if NB > 1:
+            acc = tl.dot(a0, b1, acc)
+        acc = tl.dot(a0, b0, acc)
+    return acc
+
+
+@triton.jit
+def load_rows(p_x, stride_row, o_row, n, D: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr):
+    """Rows of one head, 0 beyond the end unless EVEN; FP32 in the interpreter.  # [rows, D]"""
+    p_rows = p_x + o_row[:, None] * stride_row + tl.arange(0, D)[None, :]
+    b_x = tl.load(p_rows) if EVEN else tl.load(p_rows, mask=o_row[:, None] < n, other=0.0)
+    return b_x if NATIVE else b_x.to(tl.float32)
+
+
+@triton.jit
+def store_rows(p_x, stride_row, o_row, n, b_x, D: tl.constexpr, NATIVE: tl.constexpr):
+    """Store rows of one head, rounded to nearest even into the pointer's dtype."""
+    if p_x.dtype.element_ty == tl.bfloat16:
+        b_x = round_bf16(b_x, NATIVE)
+    p_rows = p_x + o_row[:, None] * stride_row + tl.arange(0, D)[None, :]
+    tl.store(p_rows, b_x.to(p_x.dtype.element_ty), mask=o_row[:, None] < n)
+
+
+@triton.jit
+def visible(o_q, o_k, n, CAUSAL: tl.constexpr):
+    """Where a query sees a key; o_q and o_k broadcast to the block's shape. (Causal: a key beyond
+    the end is seen only by queries beyond the end, which are not stored.)"""
+    return o_k <= o_q if CAUSAL else (o_k < n) & (o_q >= 0)
+
+
+@triton.jit
+def masked(b_x, o_q, o_k, n, CAUSAL: tl.constexpr):
+    """-inf where a query does not see a key.  # [BM, BN]"""
+    return tl.where(visible(o_q[:, None], o_k[None, :], n, CAUSAL), b_x, float("-inf"))
+
+
+@triton.jit
+def scores(
+    b_product, o_q, o_k, n, scale, who,
+    S: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """(rnd_s(q k^T), s = rnd_s(scale * rnd_s(q k^T))) from the product; o_q and o_k broadcast.
+
+    EXACT: the scale is a power of two and s has FP32's exponents, so that the second rounding does
+    nothing (but below 2^-120, where exp no longer tells).
+    """
+    b_stored = round_site(b_product, S, who, o_q, o_k, NATIVE)
+    b_s = b_stored * scale
+    if not EXACT:
+        b_s = round_site(b_s, S, who, o_q, o_k + n, NATIVE)
+    return b_stored, b_s
+
+
+@triton.jit
+def difference(b_stored, b_s, b_shift, scale, EXACT: tl.constexpr):
+    """s - shift; with EXACT the same number in one operation."""
+    return tl.fma(b_stored, scale, -b_shift) if EXACT else b_s - b_shift
+
+
+@triton.jit
+def exp_difference(b_stored, b_s, b_shift, scale, S: tl.constexpr, EXACT: tl.constexpr):
+    """exp(s - shift). Where s is FP32, scale and base change in one fused multiply-add.
+
+    Rounded scores are subtracted exactly when they are close, so the row maximum gives exactly 1.
+    The fused form carries the rounding of shift * log2(e), a factor within 1 ± |shift| * 2^-24
+    that is common to a row.
+    """
+    if S == 0:
+        return tl.exp2(tl.fma(b_stored, scale * LOG2E, -(b_shift * LOG2E)))
+    else:
+        return exp(difference(b_stored, b_s, b_shift, scale, EXACT))

@@ -1,0 +1,89 @@
+"""Whether a rule is as old as it says: `registered` held against the history of the repository.
+
+A claim names the commit that first had its rule, and its lock the one at which it was first judged.
+The rule must come first, and the named commit must have it: in the page's claims file or, before
+there was one a page, in book/claims.yml; or the commit must have changed a `campaign.yaml`, whose
+predictions are the rules of the runs that it asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from pathlib import Path
+
+from lowprec import UserError
+from lowprec.evidence import rules
+
+
+def _git(root: Path, *args: str) -> str | None:
+    """What git says, None if it fails or is not there."""
+    try:
+        done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def head(root: Path) -> str | None:
+    """The commit that is checked out, short; None where the whole history is not there, as in an
+    archive or a shallow clone."""
+    if (_git(root, "rev-parse", "--is-shallow-repository") or "").strip() != "false":
+        return None
+    return (_git(root, "rev-parse", "--short", "HEAD") or "").strip() or None
+
+
+def fault(claim, first_run: str, root: Path) -> str | None:
+    """What is wrong with a claim's `registered`, in a sentence with the mend, or None.
+
+    claim: of `lowprec.evidence.claims`. first_run: the commit at which it was first judged.
+    """
+    commit = claim.registered
+    if commit is None:
+        return None
+    mend = "name the commit that first had the rule, or leave `registered` out"
+    if _git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        return f"registered {commit} is no commit here: {mend}"
+    if _git(root, "merge-base", "--is-ancestor", commit, first_run) is None:
+        return f"registered {commit} is not before {first_run}, which first judged it: {mend}"
+    then = _rules_at(root, commit).get(claim.id)
+    now = claim.parsed.comparison, claim.parsed.limits
+    if then == now or _announced(root, commit):
+        return None
+    if then is None:
+        return f"registered {commit} does not have it, nor a campaign's predictions: {mend}"
+    return f"registered {commit} has another rule, {then}, than {now}: {mend}"
+
+
+@functools.cache
+def _announced(root: Path, commit: str) -> bool:
+    """Whether a commit brought or changed a campaign's file."""
+    files = _git(root, "diff-tree", "--root", "-m", "-r", "--no-commit-id", "--name-only", commit)
+    return any(name.endswith("/campaign.yaml") for name in (files or "").splitlines())
+
+
+@functools.cache
+def _rules_at(root: Path, commit: str) -> dict[str, tuple]:
+    """(comparison, limits) of each claim of a commit, by id."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    listed = (
+        _git(root, "ls-tree", "-r", "--name-only", commit, "book/claims.yml", "notebooks") or ""
+    )
+    found = {}
+    for name in listed.splitlines():
+        if name.endswith(("/claims.yml", ".claims.yml")):
+            for entry in yaml.load(_git(root, "show", f"{commit}:{name}") or "", loader) or []:
+                found[entry["id"]] = _comparison(entry)
+    return found
+
+
+def _comparison(entry: dict) -> tuple | None:
+    if "rule" not in entry:  # as book/claims.yml had it
+        return entry.get("operator"), (entry.get("threshold"),)
+    try:
+        rule = rules.parse(entry["rule"])
+    except UserError:
+        return None
+    return rule.comparison, rule.limits

@@ -1,0 +1,230 @@
+"""The claims files: what stands in `notebooks/NN_slug.claims.yml`, read and checked.
+
+id          short and unique; the page calls claims.check(the_id=...), with _ for -
+sentence    what is claimed, one plain sentence
+rule        what is measured and what supports the sentence (`lowprec.evidence.rules`)
+needs       units that a verdict needs, fewer is inconclusive; with their name, "8 runs", where
+            the rule has none
+weight      key: without it one of the book's answers would be another; check: met by
+            construction or by chance, and in no count; support, the default: all others
+headline    1 to 10, its place among README's findings, with
+words       the line there; {count}, {value} and {n} are filled in
+registered  the commit that first had the rule, before any measurement that judges it; without
+            one the claim is exploratory, found in the very data that judge it
+source      who says it: a key of references.bib; without one, this book
+tests       which of the source's statements: an id of book/statements.yml
+gloss       a sentence for readers of that statement, where the verdict alone misleads
+threats     why to doubt it, most first: words of book/threats.md; none for plain arithmetic
+refuted_if  what would refute it, where the rule alone does not say so
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowprec import UserError, yaml_fault
+from lowprec.evidence import rules
+
+WEIGHTS = ("key", "support", "check")
+HEADLINES = range(1, 11)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One entry of a claims file, its keys as in the module's docstring.
+
+    unit: what `needs` counts, of its text or of the rule. page: the notebook below notebooks/ that
+    measures it, empty for a hypothesis of a fork.
+    """
+
+    id: str
+    sentence: str
+    rule: str
+    needs: int
+    unit: str = ""
+    page: str = ""
+    weight: str = "support"
+    headline: int | None = None
+    words: str = ""
+    registered: str | None = None
+    source: str | None = None
+    tests: str | None = None
+    gloss: str = ""
+    threats: tuple[str, ...] = ()
+    refuted_if: str = ""
+
+    def __post_init__(self):
+        threats = (self.threats,) if isinstance(self.threats, str) else tuple(self.threats)
+        object.__setattr__(self, "threats", threats)
+        if not isinstance(self.rule, str):
+            raise UserError(f"claim {self.id}: rule {self.rule!r} is not a text")
+        try:
+            rule = self.parsed
+        except UserError as error:
+            raise UserError(f"claim {self.id}: {error}") from None
+        if type(self.needs) is not int or self.needs < 1:
+            raise UserError(f"claim {self.id}: needs {self.needs!r} is not a number of units")
+        object.__setattr__(self, "unit", self.unit or rule.unit)
+        if self.weight not in WEIGHTS:
+            raise UserError(
+                f"claim {self.id}: weight {self.weight!r} is none of {', '.join(WEIGHTS)}"
+            )
+        commit = self.registered
+        if commit is not None and not (
+            isinstance(commit, str) and re.fullmatch("[0-9a-f]{7,40}", commit)
+        ):
+            raise UserError(f"claim {self.id}: registered {commit!r} is not a commit; give 7 to 40 "
+                            "hexadecimal digits, in quotes if all are decimal")  # fmt: skip
+        self._check_headline()
+
+    def _check_headline(self) -> None:
+        if (self.headline is None) == bool(self.words):
+            raise UserError(f"claim {self.id}: headline and words go together; one is missing")
+        if self.headline is not None and self.headline not in HEADLINES:
+            raise UserError(f"claim {self.id}: headline {self.headline!r} is not one of 1 to 10")
+        for _, name, _, _ in string.Formatter().parse(self.words):
+            if name not in (None, "count", "value", "n"):
+                raise UserError(f"claim {self.id}: words ask for {{{name}}}; there are {{count}}, "
+                                "{value} and {n}")  # fmt: skip
+            if name == "count" and not self.parsed.counts:
+                raise UserError(f"claim {self.id}: words ask for {{count}} and its rule counts "
+                                "nothing: begin it with `count of`, or take {value}")  # fmt: skip
+
+    @property
+    def parsed(self) -> rules.Rule:
+        return rules.parse(self.rule)
+
+    @property
+    def metric(self) -> str:
+        """What is measured: the rule without its comparison."""
+        return self.parsed.metric
+
+    @property
+    def limit(self) -> float:
+        """The number that the rule compares with, the lower one of a range."""
+        return self.parsed.limits[0]
+
+    @property
+    def exploratory(self) -> bool:
+        """Found in the very data that judge it, so a lead and not a test. Not said of a fork's."""
+        return self.registered is None and bool(self.page)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Its threats, and `after` for one that is exploratory."""
+        return (*self.threats, "after") if self.exploratory else self.threats
+
+    def sourced(self, source: str | None) -> str:
+        """Whose the sentence is. One that needs a gloss is not its source's own."""
+        return f"{'Tests a statement of' if self.gloss else 'Source:'} {source or 'this book'}"
+
+    def verdict_on(self, value, n: int, interval=None, complete: bool = False,
+                   settled: bool = False) -> str:  # fmt: skip
+        """The verdict that the rule gives for a measured value; see the module's docstring."""
+        if value is None or n == 0:
+            return "inconclusive" if complete else "not run"
+        if not math.isfinite(value):
+            raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
+        if interval is not None and any(map(math.isnan, interval)):
+            raise UserError(f"claim {self.id}: the interval of {self.metric} is {interval}")
+        if n < self.needs and not settled:
+            return "inconclusive"
+        if interval is not None and any(
+            interval[0] < limit < interval[1] for limit in self.parsed.limits
+        ):
+            return "inconclusive"
+        return "supported" if self.parsed.holds(value) else "refuted"
+
+    def settled(self, count: int, n: int) -> bool:
+        """Whether none of the units that are missing to its `needs` can change the verdict, if
+        `count` of `n` have what it counts."""
+        missing = max(self.needs - n, 0)
+        whole = self.needs if self.parsed.quantifier == "share" else 1
+        counts = range(count, count + missing + 1)
+        return len({self.verdict_on(k / whole, self.needs) for k in counts}) == 1
+
+
+def pages_folder() -> Path:
+    from lowprec.records.files import repo_root
+
+    return repo_root() / "notebooks"
+
+
+def load(folder: Path | None = None) -> dict[str, Claim]:
+    """The claims beside the notebooks by id, page by page; folder: notebooks/ by default.
+
+    Raises `UserError` for a file that is damaged, that has no notebook, or that repeats an id.
+    """
+    folder = Path(folder or pages_folder())
+    files = [path for path in sorted(folder.rglob("*.claims.yml"))
+             if path.relative_to(folder).parts[0] != "forks"]  # fmt: skip
+    if not files:
+        raise UserError(f"there are no claims in {folder}; restore them from git")
+    files.sort(key=lambda path: (len(path.parts), path))
+    threats = folder.parent / "book" / "threats.md"
+    claims: dict[str, Claim] = {}
+    for path in files:
+        for claim in _read(path, path.stat().st_mtime_ns, folder, _words_of(threats)):
+            if claim.id in claims:
+                other = claims[claim.id].page
+                raise UserError(f"claim {claim.id} stands twice, in {other} and {claim.page}: "
+                                "rename one")  # fmt: skip
+            claims[claim.id] = claim
+    return claims
+
+
+def _words_of(threats: Path) -> tuple[str, ...]:
+    text = threats.read_text() if threats.is_file() else ""
+    return tuple(re.findall(r"^\(threat-(\w+)\)=$", text, re.MULTILINE))
+
+
+@functools.lru_cache(maxsize=256)
+def _read(path: Path, changed: int, folder: Path, threats: tuple[str, ...]) -> list[Claim]:
+    """The claims of one file, read once and not at each of a page's twenty claims."""
+    import yaml
+
+    page = path.relative_to(folder).as_posix().removesuffix(".claims.yml")
+    if not (folder / f"{page}.ipynb").is_file():
+        raise UserError(f"{path.name} has no notebook {page}.ipynb beside it: rename one of them")
+    try:
+        entries = yaml.safe_load(path.read_text()) or []
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path.name} is not valid YAML: {yaml_fault(error)}") from None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path.name} must be a list of claims, each with its keys")
+    found = [parse(entry, page) for entry in entries]
+    for claim in found:
+        for word in claim.threats:
+            if threats and word.lower() not in threats:
+                raise UserError(
+                    f"claim {claim.id}: {word!r} is no threat of threats.md; those are "
+                    f"{', '.join(threats)}"
+                )
+    return found
+
+
+def parse(entry: dict, page: str = "") -> Claim:
+    """A claim from its keys; raises `UserError` for one that is unknown or missing."""
+    fields = [f for f in dataclasses.fields(Claim) if f.name not in ("page", "unit")]
+    name = entry.get("id", "without id")
+    for key in entry:
+        if key not in (known := [f.name for f in fields]):
+            raise UserError(f"claim {name}: unknown key {key!r}; keys are {', '.join(known)}")
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in entry:
+            raise UserError(f"claim {name}: key {field.name!r} is missing")
+    unit = ""
+    if isinstance(entry["needs"], str):
+        count, _, unit = entry["needs"].partition(" ")
+        if not count.isdecimal():
+            raise UserError(
+                f"claim {name}: needs {entry['needs']!r} is not a number, nor one with a unit"
+            )
+        entry = {**entry, "needs": int(count)}
+    return Claim(**entry, unit=unit, page=page)

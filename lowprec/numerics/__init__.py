@@ -1,0 +1,1 @@
+"""Number formats, policies that name every rounding, and whether two machines agree on one."""

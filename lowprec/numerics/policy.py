@@ -1,0 +1,303 @@
+"""Which attention values are stored in fewer bits: one field per rounding site.
+
+"BF16 flash attention" is not one thing. The released code of Qiu & Yao (2025), their Eq. 4 and
+production kernels round in different places, and they fail differently. A `PrecisionPolicy` says
+where, and nothing else: tile sizes and hardware are not precision. Every field is FP32 unless it
+says otherwise, so a preset lists only what is low, and an ablation is a one-field `diff`.
+
+Where each field acts, per query row and over key blocks (rnd_f is the rounding of field f):
+
+    s       rnd_s(scale * rnd_s(q k^T)); the backward forms it the same way again
+    shift   block maximum -> shifted block maximum; m is the running maximum of these
+    x       the argument of exp: rnd_x(s - m); also the argument of the rescaling factor alpha
+    p       exp(x), as it enters P V only
+    l       rnd_l(alpha l + block sum), the sum of p_unnorm or, with l_from="p_rounded", of p
+    o_acc   rnd(rnd(alpha o_acc) + rnd(p v)) after each block; with one block, one rounding
+    o       rnd_o(o_acc / l)
+    p_bwd   P = exp(s - L) as it enters dV = P^T dO only
+    dp      dO V^T
+    dodo    the products dO * O that delta sums (the sum itself is FP32)
+    ds      P * (dP - delta), before the scale
+    dq_acc, dkdv_acc   the gradient accumulators, per block like o_acc
+
+`delta_from` says which O delta = rowsum(dO * O) reads: "o", the stored one; "o_fp32", a shadow
+output that is never rounded (same p, unrounded accumulator over unrounded l); "o_split", o plus
+its BF16 residual; "o_redrawn", the shadow output rounded to o's format a second time,
+stochastically and with random bits of its own, an error as large as o's that the forward never
+saw; "dp", rowsum(P * dP) instead. `delta_bias` c adds c * |delta_o - delta_ref| to it, where
+delta_o reads the stored O and delta_ref the shadow output: a bias of the size that rounding
+makes, with any share of it and either sign.
+
+`row_sum` says what becomes of sum_j ds_ij, which is zero in exact arithmetic: "as_rounded", it
+stays in dQ, times the keys; "removed", dq_i = scale (sum_j ds_ij k_j - (sum_j ds_ij) c) with c the
+mean of all keys of the head and sequence, FP32, ds as it was rounded. That is the same dQ exactly,
+for any vector c and any mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lowprec import UserError
+from lowprec.numerics.formats import ROUNDINGS, Format
+
+SITES = ("s", "x", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds", "dq_acc", "dkdv_acc")
+"""Rounding sites in the order in which a step computes them."""
+
+DITHER, REDRAW = len(SITES), len(SITES) + 1
+"""Streams of random bits that belong to no site."""
+
+CHOICES = {
+    "l_from": ("p_unnorm", "p_rounded"),
+    "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "dp"),
+    "row_sum": ("as_rounded", "removed"),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A storage format and the rounding into it, written "bf16" or "bf16:stochastic"."""
+
+    fmt: Format
+    rounding: str = "nearest_even"
+
+    @classmethod
+    def parse(cls, text: str | Site) -> Site:
+        if isinstance(text, Site):
+            return text
+        name, _, rounding = str(text).partition(":")
+        rounding = rounding or "nearest_even"
+        if rounding not in ROUNDINGS:
+            raise UserError(f"unknown rounding {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
+        return cls(Format.parse(name), rounding)
+
+    @property
+    def is_fp32(self) -> bool:
+        """True where the FP32 value is kept as it is, whatever the mode."""
+        return self.fmt.name == "fp32"
+
+    def __str__(self) -> str:
+        plain = self.is_fp32 or self.rounding == "nearest_even"
+        return self.fmt.name if plain else f"{self.fmt.name}:{self.rounding}"
+
+
+@dataclass(frozen=True)
+class Shift:
+    """What is subtracted from the scores instead of the block maximum r.
+
+    kind "none": r. "beta": Qiu & Yao's stabilised softmax (2025, Algorithm 1): where the maximum
+    is tied (more than one score >= r - tol), beta*r if r > 0 and gamma*r if r < 0. "offset":
+    r + amplitude. "dither": r + amplitude*u, u uniform in [0, 1), one draw per row.
+    Softmax is invariant under any of these in exact arithmetic; only the rounding changes.
+
+    "mute" is no such shift: r, but where the maximum is tied and r > amplitude 1e30, which leaves
+    the row no weight and yet m + log l and the next block's m - m finite. With a large finite tol,
+    every row that sees two keys. It needs l_floor: then o is 0 / l_floor = 0 and the row adds
+    nothing to any gradient; without, o is 0 / 0 = NaN. Tiled, a block that is muted mutes its row.
+    "beta" with l_floor=1e-10 fades rows out: two ties alone from (beta - 1) r = ln(2e10) = 23.7 on,
+    or (gamma - 1) r where r < 0, and later the more other keys count.
+    """
+
+    kind: str = "none"
+    beta: float = 2.0
+    gamma: float = 0.0
+    tol: float = 0.0
+    amplitude: float = 0.0
+
+    _USED = {
+        "none": (),
+        "beta": ("beta", "gamma", "tol"),
+        "offset": ("amplitude",),
+        "dither": ("amplitude",),
+        "mute": ("amplitude", "tol"),
+    }
+
+    def __post_init__(self):
+        if self.kind not in self._USED:
+            raise UserError(f"unknown shift {self.kind!r}; choose one of {', '.join(self._USED)}")
+        for name in self._USED[self.kind]:
+            if not math.isfinite(getattr(self, name)):
+                raise UserError(f"shift parameter {name}={getattr(self, name)} must be finite")
+
+    @classmethod
+    def parse(cls, text: str | Shift) -> Shift:
+        """Read "none", "beta(beta=7)" or "dither(amplitude=0.5)"."""
+        if isinstance(text, Shift):
+            return text
+        match = re.fullmatch(r"(\w+)(?:\((.*)\))?", str(text).strip())
+        if not match:
+            raise UserError(f"cannot read shift {text!r}; write for example beta(beta=7)")
+        kind, inner = match.groups()
+        used = cls._USED.get(kind, ())
+        values = {}
+        for item in filter(None, (inner or "").split(",")):
+            name, _, value = item.partition("=")
+            if kind in cls._USED and name.strip() not in used:
+                raise UserError(
+                    f"shift {kind!r} has no parameter {name.strip()!r}; it takes "
+                    f"{', '.join(used) or 'none'}"
+                )
+            try:
+                values[name.strip()] = float(value)
+            except ValueError:
+                raise UserError(f"shift parameter {item.strip()!r} needs a number") from None
+        return cls(kind, **values)
+
+    def __str__(self) -> str:
+        inner = ",".join(f"{name}={_short(getattr(self, name))}" for name in self._USED[self.kind])
+        return f"{self.kind}({inner})" if inner else self.kind
+
+
+def _short(number: float) -> str:
+    """As few digits as read back as the number: attention passes its policy on as text."""
+    text = f"{number:g}"
+    return text if float(text) == number else repr(number)
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The precision of every site of attention; see the module's docstring for their meaning.
+
+    Sites take "fmt" or "fmt:rounding"; errors name the field. Two policies are equal when every
+    field is. `str(policy)` is short, canonical and readable by `PrecisionPolicy.parse`.
+    """
+
+    s: Site = "fp32"
+    x: Site = "fp32"
+    p: Site = "fp32"
+    l: Site = "fp32"  # noqa: E741  the paper's name for the row sum
+    o_acc: Site = "fp32"
+    o: Site = "fp32"
+    dodo: Site = "fp32"
+    dp: Site = "fp32"
+    p_bwd: Site = "fp32"
+    ds: Site = "fp32"
+    dq_acc: Site = "fp32"
+    dkdv_acc: Site = "fp32"
+    l_from: str = "p_unnorm"
+    delta_from: str = "o"
+    shift: Shift = Shift()
+    l_floor: float = 0.0
+    delta_bias: float = 0.0
+    row_sum: str = "as_rounded"
+
+    def __post_init__(self):
+        for name in SITES:
+            self._set(name, Site.parse)
+        self._set("shift", Shift.parse)
+        self._set("l_floor", float)
+        self._set("delta_bias", float)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f"policy field {name}: {getattr(self, name)!r} is not one of "
+                    f"{', '.join(choices)}"
+                )
+        if not 0 <= self.l_floor < float("inf"):
+            raise UserError(f"policy field l_floor: {self.l_floor} must be finite, 0 (off) or more")
+        if not abs(self.delta_bias) < float("inf"):
+            raise UserError(f"policy field delta_bias: {self.delta_bias} must be finite; 0 is off")
+
+    def _set(self, name, convert):
+        try:
+            object.__setattr__(self, name, convert(getattr(self, name)))
+        except (UserError, ValueError, TypeError) as error:
+            raise UserError(f"policy field {name}: {error}") from None
+
+    def replace(self, **fields) -> PrecisionPolicy:
+        """A copy with some fields changed: `LOW.replace(o_acc="fp32")`.
+
+        Raises `UserError` naming a field that is unknown or cannot have that value.
+        """
+        for name in fields:
+            if name not in FIELDS:
+                close = difflib.get_close_matches(name, FIELDS, n=1)
+                hint = (
+                    f"; did you mean {close[0]!r}?" if close else f"; fields: {', '.join(FIELDS)}"
+                )
+                raise UserError(f"unknown policy field {name!r}{hint}")
+        return dataclasses.replace(self, **fields)
+
+    def diff(self, other: PrecisionPolicy) -> dict[str, tuple[str, str]]:
+        """Fields that differ, as {field: (mine, other's)} in text, in dataflow order."""
+        pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in FIELDS)
+        return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
+
+    def __str__(self) -> str:
+        name = min(PRESETS, key=lambda preset: len(PRESETS[preset].diff(self)))
+        changes = PRESETS[name].diff(self)
+        return "+".join([name, *(f"{field}={new}" for field, (_, new) in changes.items())])
+
+    @property
+    def draws(self) -> bool:
+        """Whether some value depends on random bits, and so on the seed."""
+        stochastic = any(getattr(self, site).rounding == "stochastic" for site in SITES)
+        return stochastic or self.shift.kind == "dither" or self.delta_from == "o_redrawn"
+
+    @property
+    def slug(self) -> str:
+        """The text form with file-name characters only, e.g. "low.delta_from-o_fp32"."""
+        text = str(self).lower().replace("+", ".").replace("=-", "=minus")
+        return re.sub(r"[^a-z0-9_.]+", "-", text).strip("-")
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def parse(cls, text: str | PrecisionPolicy) -> PrecisionPolicy:
+        """Read "LOW", "SAFE", "LOW+delta_from=o_fp32" or "ALL_FP32 + o=bf16:stochastic".
+
+        Of two changes of one field the later wins. Raises `UserError` for an unknown base, field
+        or value.
+        """
+        if isinstance(text, PrecisionPolicy):
+            return text
+        base, *changes = re.split(r"\s*\+\s*(?=[A-Za-z_]+\s*=)", str(text).strip())
+        if base not in NAMES:
+            raise UserError(
+                f"unknown policy {base!r}; start from one of {', '.join(NAMES)}, then add "
+                f"changes as in LOW+delta_from=o_fp32"
+            )
+        fields = dict(re.split(r"\s*=\s*", change, maxsplit=1) for change in changes)
+        return NAMES[base].replace(**fields)
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(PrecisionPolicy))
+
+
+def _low(sites: str, **fields) -> PrecisionPolicy:
+    return PrecisionPolicy(**dict.fromkeys(sites.split(), "bf16"), **fields)
+
+
+ALL_FP32 = _low("")
+FA2 = _low("p o p_bwd ds")
+"""Production flash-attention kernels: operands of a matmul are BF16, accumulators FP32."""
+PAPER = _low("s p o_acc o")
+"""Qiu & Yao's Eq. 4: BF16 scores, probabilities, numerator and output; no site of the backward,
+which forms the scores again, in BF16."""
+LOW = _low("s p l o_acc o dodo dp p_bwd ds")
+"""Everything that attention keeps per row or per score in BF16; run untiled."""
+RELEASED = _low("s x p l o_acc o dodo dp p_bwd ds dq_acc dkdv_acc", l_floor=1e-10)
+"""The released PyTorch code of Qiu & Yao, run with a tile of 512 keys."""
+SAFE = FA2.replace(delta_from="o_fp32")
+"""The policy to take home: `FA2` with one field changed, delta read from the unrounded output.
+
+What is shown of it, and what it costs (one FP32 output a layer), is on the book's page "A better
+fix". It does not undo harm: captured heads that fail already can still alarm under it, because
+delta keeps the error that rounding P leaves in the output. With P coarser than BF16 and nothing
+else rounded that error alone explodes.
+
+Its text form is FA2+delta_from=o_fp32: a recommendation may change, what runs recorded may not."""
+
+PRESETS = {
+    "ALL_FP32": ALL_FP32,
+    "FA2": FA2,
+    "PAPER": PAPER,
+    "LOW": LOW,
+    "RELEASED": RELEASED,
+}
+NAMES = PRESETS | {"SAFE": SAFE}
+"""What `PrecisionPolicy.parse` starts from; `str` writes only the names in PRESETS."""

@@ -1,0 +1,1 @@
+"""From notebooks to pages of the book: parameters, execution, figures, generated pages."""

@@ -1,0 +1,72 @@
+"""The book's Sphinx extension: results in documents by name, and titles for folded outputs.
+
+`{{ fact("11_the_explosion", "low") }}` and `{{ claim("explosion-low-happens").count }}` in a page
+of book/ say what the locks of the notebooks have. MyST's substitutions do the work; an unknown name
+is a warning, which stops the build.
+"""
+
+from __future__ import annotations
+
+from docutils.nodes import container
+from jinja2 import pass_context
+from myst_nb.sphinx_ import HideCodeCellNode
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
+from lowprec.evidence.registry import load, pages_folder
+from lowprec.publish import facts
+
+
+@pass_context
+def fact(context, page: str, name: str, form: str = "") -> str:
+    """A fact of a page, by a format of Python's if one is given."""
+    _depend(context, page)
+    return facts.locked_fact(page, name, form)
+
+
+@pass_context
+def claim(context, id: str, form: str = "") -> Fields:
+    """What prose may say of a claim as its page found it: .count, .value, .n and .verdict."""
+    if id in (registry := load()):
+        _depend(context, registry[id].page)
+    return Fields(id, form)
+
+
+class Fields:
+    """A claim whose attributes are looked up in the locks."""
+
+    def __init__(self, id: str, form: str):
+        self.__claim = id, form
+
+    def __getattr__(self, name: str) -> str:
+        id, form = self.__claim
+        return facts.locked_claim(id, name, form)
+
+
+def _depend(context, page: str) -> None:
+    """Read the document again when the lock of the page changes."""
+    context["env"].note_dependency(str(pages_folder() / f"{page}.lock.json"))
+
+
+def _names(app) -> None:
+    config = app.env.myst_config  # a copy: Sphinx warns of functions in its own configuration
+    config.substitutions = {**config.substitutions, "fact": fact, "claim": claim}
+
+
+class TitleFolds(SphinxPostTransform):
+    """The outputs of a cell tagged `fold` unfold under its title (`lowprec.publish.form`)."""
+
+    default_priority = 200  # after the cells are folded
+    formats = ("html",)
+
+    def run(self, **kwargs) -> None:
+        for cell in self.document.findall(container):
+            title = cell.get("cell_metadata", {}).get("fold")
+            for node in cell.findall(HideCodeCellNode) if title else ():
+                if "above-input" not in node["classes"]:
+                    node["prompt_show"] = node["prompt_hide"] = title
+
+
+def setup(app) -> dict:
+    app.connect("builder-inited", _names, priority=600)  # after MyST has read its configuration
+    app.add_post_transform(TitleFolds)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,239 @@
+"""The form of a page: question, answer and one figure, then the argument, then folds.
+
+A page whose first cell has a line `**Question.**` is in this form. Its author writes sections and
+tags cells; where the figure, the verdicts and the small print go is decided here. Tags: `lead`, the
+cell whose figure stands under the answer; `fold`, a cell shown under its first line when clicked.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from pathlib import Path
+
+from lowprec.evidence.words import CLAIM_MIME, FIGURE_MIME
+
+WORDS_A_MINUTE = 230
+PLACE = re.compile(r'\n*<p class="lowprec-place">.*?</p>', re.DOTALL)
+
+
+def is_new(nb) -> bool:
+    """Whether a notebook is in this form; the other pages are laid out as they always were."""
+    cells = nb["cells"]
+    if not cells or cells[0]["cell_type"] != "markdown":
+        return False
+    lines = "".join(cells[0]["source"]).split("\n")
+    return any(line.startswith("**Question.**") for line in lines)
+
+
+def arrange(nb, about: dict, rerun: str, root: Path | None) -> None:
+    """Lay out an executed notebook in place: the lead figure, folds, verdicts, place and rerun.
+
+    rerun: what the last fold says. root: of the book that the page belongs to; None for one with
+    parameters of its own, whose verdicts stay where they are and which has no place.
+    """
+    _move_lead(nb)
+    for cell in nb.cells:
+        if "fold" in cell.metadata.get("tags", []):
+            (_fold_markdown if cell.cell_type == "markdown" else _fold_outputs)(cell)
+    if root is not None:
+        _show_claims(nb)
+        nb.cells[0].source = with_place(nb, about, root)
+    nb.cells.append(_folded("Rerun, machine, files", rerun, "rerun"))
+
+
+def _move_lead(nb) -> None:
+    for cell in nb.cells:
+        if "lead" in cell.metadata.get("tags", []):
+            nb.cells.remove(cell)
+            nb.cells.insert(1, cell)
+            return
+
+
+def directive(kind: str, title: str, text: str) -> str:
+    """A directive of MyST, its fence longer than those inside."""
+    longest = max(map(len, re.findall(r"^\s*(:{3,})", text, re.MULTILINE)), default=0)
+    fence = ":" * max(3, longest + 1)
+    return f"{fence}{{{kind}}} {title}\n{text.strip()}\n{fence}"
+
+
+def dropdown(title: str, text: str) -> str:
+    """A text under a title that unfolds it."""
+    return directive("dropdown", title, text)
+
+
+def _folded(title: str, text: str, id: str):
+    from nbformat.v4 import new_markdown_cell
+
+    return new_markdown_cell(dropdown(title, text), id=id, metadata={"tags": [id]})
+
+
+def title_of(line: str) -> str:
+    """The words of a heading, of bold text or of a comment."""
+    return line.strip().strip("#*").strip()
+
+
+def _fold_markdown(cell) -> None:
+    first, _, rest = cell.source.strip().partition("\n")
+    cell.source = dropdown(title_of(first), rest)
+
+
+def _fold_outputs(cell) -> None:
+    """Jupyter Book folds source and outputs each; `publish.book` gives the second its title."""
+    lines = (line for line in cell.source.split("\n") if line.startswith("#"))
+    cell.metadata["fold"] = title_of(next(lines, "More"))
+    hidden = {"hide-input", "hide-output"}
+    cell.metadata["tags"] = [t for t in cell.metadata["tags"] if t not in hidden] + sorted(hidden)
+
+
+# Verdicts
+
+
+def _show_claims(nb) -> None:
+    """A box for a claim of weight `key`, and for a hypothesis of a fork; the others in one fold."""
+    from lowprec.evidence.verdicts import Result
+
+    rest = []
+    for cell in nb.cells:
+        kept = []
+        for output in cell.get("outputs", []):
+            record = output.get("data", {}).get(CLAIM_MIME)
+            result = record and Result.from_dict(record)
+            if result and result.claim.page and result.claim.weight != "key":
+                rest.append(result)
+                continue
+            if result:
+                output.data["text/markdown"] = box(result)
+            kept.append(output)
+        if cell.cell_type == "code":
+            cell.outputs = kept
+    if rest:
+        counts = Counter(result.verdict for result in rest)
+        listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+        title = f"{len(rest)} more claim{'s' * (len(rest) > 1)} of this page: {listed}"
+        nb.cells.append(_folded(title, "\n".join(map(line, rest)), "more-claims"))
+
+
+def found(result) -> str:
+    """What was measured, as short as can be: a count, or the value with its n."""
+    if result.value is None:
+        return result.measured()
+    if result.claim.parsed.counts:
+        return f"{result.count} {result.claim.unit}".rstrip()
+    return f"{result.text}, n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{result.size}"
+
+
+def line(result) -> str:
+    """A claim as an item, which other pages link to as claim-ID."""
+    id = result.claim.id
+    target = f"(claim-{id})=\n  " if result.registered else ""
+    said = f"**{result.verdict}**: {result.claim.sentence} {found(result)}. `{id}`"
+    return f"- {target}{said}\n"
+
+
+def box(result) -> str:
+    """A claim in full: the verdict and what was measured, the sentence, its threats and its id;
+    the rule unfolds."""
+    from lowprec.evidence.verdicts import BOXES, threat_links
+
+    claim = result.claim
+    doubt = f"*Doubt it first for: {', '.join(threat_links(claim))}.* " if claim.doubts else ""
+    gloss = f" *{claim.gloss}*" if claim.gloss else ""
+    name = f":name: claim-{claim.id}\n" if result.registered else ""
+    judged = dropdown("How it was judged", result.judged())
+    text = f""":class: {BOXES[result.verdict]}
+{name}
+{claim.sentence}{gloss}
+
+{doubt}`{claim.id}`
+
+{judged}"""
+    return directive("admonition", f"{result.verdict.capitalize()}: {found(result)}", text) + "\n"
+
+
+# The line of place
+
+
+def with_place(nb, about: dict, root: Path) -> str:
+    """The source of the first cell, its line of place new: part and page, minutes, downloads."""
+    source = PLACE.sub("", "".join(nb["cells"][0]["source"]))
+    title, _, rest = source.partition("\n")
+    name = about["notebook"]
+    minutes = max(1, round(len(words("\n\n".join(visible(nb)))) / WORDS_A_MINUTE))
+    parts = [
+        *filter(None, [position(name, root)]),
+        f"{minutes} minute{'s' * (minutes > 1)} to read",
+        f"computed in {about['seconds']:.0f} s on a {html.escape(about['hardware'])}",
+        downloads(name),
+    ]
+    place = " · ".join(filter(None, parts))
+    return f'{title}\n\n<p class="lowprec-place">{place}</p>\n{rest}'
+
+
+def position(name: str, root: Path) -> str | None:
+    """The part of a page and its number in it, by book/_toc.yml; None for a page not in there."""
+    import yaml
+
+    toc = yaml.safe_load((root / "book" / "_toc.yml").read_text())
+    for part in toc["parts"]:
+        files = [chapter["file"] for chapter in part["chapters"]]
+        if (file := f"executed/{name}") in files:
+            return f"{part['caption']}, page {files.index(file) + 1} of {len(files)}"
+    return None
+
+
+def downloads(name: str) -> str:
+    """Links to a page's two files; the book offers its own pages only."""
+    if name.startswith("forks/"):
+        return ""
+    folder = f"../downloads/{name}"
+    return (
+        f'download <a href="{folder}/source.ipynb" download="{name}.ipynb">the notebook</a> or\n'
+        f'<a href="{folder}/executed.ipynb" download="{name}-executed.ipynb">this page, '
+        "executed</a>"
+    )
+
+
+# What a reader sees
+
+
+def visible(nb) -> list[str]:
+    """The texts of an executed page that nothing folds, in Markdown or as plain text."""
+    texts = []
+    for cell in nb["cells"]:
+        if "fold" in cell["metadata"].get("tags", []):
+            continue
+        if cell["cell_type"] == "markdown":
+            texts.append(unfolded("".join(cell["source"])))
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if FIGURE_MIME in data:
+                texts.append(data[FIGURE_MIME]["caption"])
+            elif "text/markdown" in data:
+                texts.append(unfolded("".join(data["text/markdown"])))
+            elif "text/html" in data:
+                texts.append("".join(data["text/html"]))
+    return texts
+
+
+FOLD = re.compile(r"^(:{3,})\{dropdown\}.*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def unfolded(text: str) -> str:
+    """Markdown without what a reader has to unfold, and without the line of place."""
+    return FOLD.sub("", PLACE.sub("", text))
+
+
+MARKUP = re.compile(
+    r"<style(?s:.*?)</style>|<[^>]+>"
+    r"|^:{3,}\{\w+\}|^:{3,}[ \t]*$|^:(?:class|name):.*$|^\(claim-[\w-]+\)=$|^#+ |^[ \t]*[-*] "
+    r"|\{[\w:]+\}(?=`)|<[^<>`]+>(?=`)|\]\([^)]*\)|[*_`|\[]",
+    re.MULTILINE,
+)
+"""What a text has beside words: tags, directives, roles, the targets of links, emphasis."""
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in Markdown; a formula without spaces is one."""
+    return [word for word in MARKUP.sub(" ", text).split() if re.search(r"\w", word)]

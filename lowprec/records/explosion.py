@@ -1,0 +1,48 @@
+"""What counts as an explosion: one rule for every run, on its losses alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+WINDOW, RISE, RETURN, PATIENCE = 50, 0.5, 0.25, 500
+"""An explosion: the 50-step mean loss rises 0.5 above its running minimum and does not come back
+within 0.25 of that minimum in the next 500 steps; or the loss is not finite."""
+
+
+@dataclass(frozen=True)
+class Explosion:
+    """onset: first step at which the rise is reached; confirmed: the 500 steps after it are there
+    (or the loss is not finite), so that it is not a spike that would have come back."""
+
+    onset: int
+    confirmed: bool
+
+
+def window_mean(loss: np.ndarray, window: int = WINDOW) -> np.ndarray:
+    """Mean of the last `window` losses at each step, fewer at the start.  (steps,) float64"""
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(loss, dtype=float))])
+    start = np.maximum(np.arange(1, len(total)) - window, 0)
+    return (total[1:] - total[start]) / (np.arange(1, len(total)) - start)
+
+
+def excess(loss) -> np.ndarray:
+    """By how much the mean loss is above its lowest so far, in nats, at each step.  (steps,)"""
+    mean = window_mean(loss)
+    return mean - np.minimum.accumulate(mean)
+
+
+def find_explosion(loss) -> Explosion | None:
+    """The first explosion in a loss per step, or None; a rise that comes back is a spike."""
+    loss = np.asarray(loss, dtype=float)
+    broken = np.flatnonzero(~np.isfinite(loss))
+    finite = loss[: broken[0]] if len(broken) else loss
+    mean = window_mean(finite)
+    low = np.minimum.accumulate(mean) if len(mean) else mean
+    for onset in np.flatnonzero(mean >= low + RISE):
+        after = mean[onset : onset + PATIENCE + 1]
+        if (after <= low[onset] + RETURN).any():
+            continue
+        return Explosion(int(onset), bool(len(broken)) or len(after) > PATIENCE)
+    return Explosion(int(broken[0]), True) if len(broken) else None

@@ -1,0 +1,63 @@
+"""Where the repository lies, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+from lowprec import UserError
+
+
+def repo_root() -> Path:
+    """The folder that holds data/ and notebooks/: from the working directory up, or our own."""
+    here = Path.cwd()
+    for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
+        if (folder / "data").is_dir() and (folder / "notebooks").is_dir():
+            return folder
+    raise UserError("no data/ and notebooks/ here or above; run from a clone of the repository")
+
+
+def data_root() -> Path:
+    return repo_root() / "data"
+
+
+def at_root(path: str | Path) -> Path:
+    """A path as given if it exists, else relative to the repository's root."""
+    path = Path(path)
+    return path if path.exists() or path.is_absolute() else repo_root() / path
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it; raises `UserError` where there can be none."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {path}: {error.strerror}; name another") from None
+
+
+def write_atomic(path: Path, write) -> None:
+    """Call `write(open file)`, then give the file its name; an earlier one stays until then."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        cause = error  # torch answers a full disk with a sentence of its own
+        while cause.__context__ is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"cannot write {path}: {reason}; what was written before is still there"
+        ) from None
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

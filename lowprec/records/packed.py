@@ -1,0 +1,91 @@
+"""Packed campaigns: the runs of a finished campaign in three files instead of a folder each.
+
+`runs.jsonl` has a line for each run, its run.json. `metrics.parquet` and `probes.parquet` have a
+row group for each, with the run's name in column `run`; the footer lists these names in order, so
+that one run is read without the others. `lowprec.training.pack` writes them, the list last. A run
+whose folder still has its run.json is read from there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+
+from lowprec import UserError
+
+RUNS, TABLES = "runs.jsonl", ("metrics", "probes")
+NAMES = b"runs"
+"""Key of the footer under which a packed table lists the runs of its row groups."""
+
+
+def parse(text: str) -> dict:
+    """A run.json; raises ValueError, KeyError or TypeError if the text is none."""
+    info = json.loads(text)
+    info["config"]["policy"], info["hardware"], info["ended"]
+    return info
+
+
+def infos(folder: Path) -> dict[str, dict]:
+    """The run.json of each packed run of a campaign's folder, by name; {} where nothing is packed.
+
+    Raises `UserError` if a file is damaged, or if list and tables name other runs. A run that has
+    a folder, too, may be in the tables alone: packing it was interrupted.
+    """
+    listed, name = _listed(folder / RUNS), folder.absolute().name
+    for path in (folder / f"{table}.parquet" for table in TABLES):
+        held = _held(path) if path.is_file() else []
+        if lacking := [run for run in listed if run not in held]:
+            raise UserError(
+                f"{name}/{path.name} lacks run {lacking[0]}, which {RUNS} names; restore both "
+                f"from git"
+            )
+        for run in held:
+            if run not in listed and not (folder / run / "run.json").is_file():
+                raise UserError(
+                    f"{name}/{RUNS} lacks run {run}, which {path.name} holds; restore both from "
+                    f"git, or the folder {run}"
+                )
+    return listed
+
+
+def _listed(path: Path) -> dict[str, dict]:
+    if not path.is_file():
+        return {}
+    found, where = {}, f"{path.absolute().parent.name}/{path.name}"
+    for i, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            info = parse(line.decode())
+            name = info["name"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{where} is damaged in line {i}; restore it from git") from None
+        if name in found:
+            raise UserError(f"{where} names run {name} twice; restore it from git")
+        found[name] = info
+    return found
+
+
+def _held(path: Path) -> list[str]:
+    """The runs of a packed table; none for the table of one run."""
+    try:
+        return _names(pq.read_metadata(path))
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        where = f"{path.absolute().parent.name}/{path.name}"
+        raise UserError(
+            f"{where} is damaged ({type(error).__name__}); restore it from git"
+        ) from None
+
+
+def _names(footer) -> list[str]:
+    return json.loads((footer.metadata or {}).get(NAMES, b"[]"))
+
+
+def read(path: Path, run: str) -> pd.DataFrame:
+    """A run's part of a packed table; raises whatever pyarrow raises for a damaged file."""
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        table = file.read_row_group(_names(file.metadata).index(run)).to_pandas()
+    if (table.pop("run") != run).any():
+        raise ValueError("another run's rows")
+    return table

@@ -1,0 +1,1 @@
+"""GPT-2, its training with probes and captures, and campaigns of such runs."""

@@ -1,0 +1,1 @@
+"""From a list of files to token shards to batches."""
