@@ -214,7 +214,7 @@ def _run(source: Path, values: dict, scratch: Path, root: Path):
     from papermill.exceptions import PapermillExecutionError
     from traitlets.config import Config
 
-    first = "from lowprec.records import reads\n"
+    first = "from lowprec.records import reads; "
     first += f"reads.record({str(scratch / 'reads')!r}, {str(root)!r})"
     config = Config(
         # Kernels talk through files of their own: two that start at once cannot take one port.

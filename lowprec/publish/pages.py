@@ -30,8 +30,7 @@ from lowprec.evidence.registry import Claim
 from lowprec.evidence.verdicts import VERDICTS, Result, threat_link, threat_links
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish import facts, form
-from lowprec.records import runs
-from lowprec.records.files import repo_root
+from lowprec.records import files, runs
 
 PAPER = "qiu2025"
 MARKERS = "<!-- claims -->", "<!-- /claims -->"
@@ -394,7 +393,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--accept", nargs="+", metavar="NN", default=[],
                         help="write the locks of these pages from what they found")  # fmt: skip
     args = parser.parse_args(argv)
-    root = repo_root()
+    root = files.repo_root()
     for page in [claims.page_named(name, root / "notebooks") for name in args.accept]:
         changes = claims.accept(page, root)
         print(f"{page}.lock.json: {len(changes) or 'nothing'} changed", *changes, sep="\n  ")
