@@ -32,7 +32,9 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import textwrap
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +49,7 @@ from lowprec.drop_in import sdpa
 from lowprec.formats import BF16, ulp
 from lowprec.model import GPT
 from lowprec.policy import FA2, PrecisionPolicy
+from lowprec.recorder import load_archive, require_whole
 from lowprec.reference import oracle
 from lowprec.rotary import rotate
 from lowprec.studies import drift, scores
@@ -55,6 +58,12 @@ from lowprec.studies.directions import common_part
 SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
 BLOCKS = 16
 """Blocks of consecutive rows behind the interval of delta's bias."""
+WRAPPERS = {r"(?<![^.])_orig_mod\.": "", r"^module\.": ""}
+"""What torch.compile, of a model or of parts, and a distributed wrapper put into the names of
+weights."""
+MASKS = r"\.(attn|attention)\.(masked_)?bias$|\.(causal_mask|inv_freq)$|(^|\.)version$"
+"""Names of what older versions stored beside the weights; a model makes its own."""
+
 GPT2_SIZES = 50257, 50304
 """Of GPT-2's vocabulary, as it is and padded to a multiple of 64."""
 COLUMNS = {
@@ -103,9 +112,7 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
     weights, folder = "the weights given", None
     if isinstance(model, (str, Path)):
         path = runs.at_root(model)
-        model, folder = _load(path, seed), path if path.is_dir() else path.parent
-        config = path.suffix == ".json"
-        weights = f"random weights of seed {seed}" if config else f"the weights of {path}"
+        (model, weights), folder = _load(path, seed), path if path.is_dir() else path.parent
     if isinstance(model, Capture):
         return _table([_capture_call(model, policy)], f"{model.path.name}, with its own text")
     c = model.config if isinstance(model, GPT) else model.config.get_text_config()
@@ -362,9 +369,11 @@ def _gpt_loss(model, tokens, policy, attend):
 
 
 def _load(path: Path, seed: int):
-    """A Capture, a GPT or a transformers model, by the kind of path."""
+    """A Capture, a GPT or a transformers model, by the kind of path; and its weights in words."""
+    if path.is_file() and path.suffix != ".json" and (path.parent / "config.json").is_file():
+        raise UserError(f"{path} is a part of a transformers model; give its folder {path.parent}")
     if path.suffix in (".xz", ".safetensors"):
-        return Capture.load(path)
+        return Capture.load(path), "its own"
     if runs.is_run(path):
         raise UserError(
             f"{path} is a run; give its checkpoint.pt if it is unfinished, a file of its .weights/ "
@@ -375,7 +384,9 @@ def _load(path: Path, seed: int):
     kept = sorted(p.name for kind in ("*.pt", "*.xz") for p in path.glob(kind))
     if kept and not (path / "config.json").is_file():
         raise UserError(f"{path} is a folder; give one file of it: {', '.join(kept)}")
-    return _checkpoint(path) if path.suffix == ".pt" else _transformers(path, seed)
+    if path.suffix == ".pt":
+        return _checkpoint(path), f"the weights of {path}"
+    return _transformers(path, seed)
 
 
 def _checkpoint(path: Path) -> GPT:
@@ -383,7 +394,7 @@ def _checkpoint(path: Path) -> GPT:
     from lowprec.config import TrainConfig
 
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_archive(path)
         if "config" in state:
             config, state = json.loads(state["config"]), state["model"]
         else:
@@ -391,11 +402,14 @@ def _checkpoint(path: Path) -> GPT:
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         settings = {name: value for name, value in config.items() if name in names}
         model = GPT(TrainConfig(**settings).model())
-        model.load_state_dict(state)
+        for wrapper, nothing in WRAPPERS.items():
+            state = {re.sub(wrapper, nothing, name): weight for name, weight in state.items()}
+        found = model.load_state_dict(state, strict=False)
     except Exception as error:  # a damaged archive raises many types
         raise UserError(
             f"{path} holds no checkpoint or weights of a run ({type(error).__name__})"
         ) from None
+    _require_fit(path, found.missing_keys, found.unexpected_keys)
     return model
 
 
@@ -404,25 +418,76 @@ def _transformers(path: Path, seed: int):
         raise UserError(f"{path} has no weights; give its config.json for random ones")
     with _transformers_reading(path) as hub:
         if path.suffix != ".json":
-            kind = dict(dtype=torch.float32, local_files_only=True)
-            return hub.AutoModelForCausalLM.from_pretrained(path, **kind)
+            return _pretrained(hub, path)
         torch.manual_seed(seed)
         config = hub.AutoConfig.from_pretrained(path, local_files_only=True)
-        return hub.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = hub.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model, f"random weights of seed {seed}"
+
+
+def _pretrained(hub, path: Path):
+    """The model of a folder with all its weights, and these in words.
+
+    transformers draws at random what a file lacks and leaves out what it does not know, with a
+    warning. What attention reads and gets back depends on all that the model has, so what is
+    missing is an error here, and what is left over as well if it belongs to one of the model's
+    parts: a further layer, an adapter. Else it stands beside them, as another head does.
+    """
+    if (path / "adapter_config.json").is_file():
+        raise UserError(f"{path} holds an adapter; merge it into its model and save that")
+    for file in path.glob("pytorch_model*.bin"):
+        if zipfile.is_zipfile(file):
+            require_whole(file)  # safetensors have no checksums
+    model, found = hub.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, output_loading_info=True,
+        ignore_mismatched_sizes=True, key_mapping=WRAPPERS,
+    )  # fmt: skip
+    buffers = {name for name, _ in model.named_buffers()}
+    left = sorted(key for key in found["unexpected_keys"] - buffers if not re.search(MASKS, key))
+    parts = {name for m in (model, model.base_model) for name, _ in m.named_children()}
+    inside = [key for key in left if key.split(".")[0] in parts]
+    missing, other = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
+    _require_fit(path, missing, left if missing else inside, other)
+    beside = f" without {_some(left)}, for which it has no place" if left else ""
+    return model, f"the weights of {path}{beside}"
+
+
+def _require_fit(path: Path, missing, left, other=()) -> None:
+    """Raise `UserError` naming weights that a model lacks, has no place for, or has with another
+    shape, as (name, shape, the model's)."""
+    faults = [f"lack {_some(missing)}"] if missing else []
+    faults += [f"have {_some(left)}, for which it has no place"] if left else []
+    faults += [f"have {name} of shape {(*a,)}, not {(*b,)}" for name, a, b in other[:1]]
+    if faults:
+        raise UserError(
+            f"the weights in {path} do not fit the model of its configuration: they "
+            f"{' and '.join(faults)}; save the whole model"
+        )
+
+
+def _some(keys: list[str]) -> str:
+    return f"{keys[0]} and {len(keys) - 1} more" if len(keys) > 1 else keys[0]
 
 
 @contextlib.contextmanager
 def _transformers_reading(path: Path):
-    """The library; what a damaged file makes it raise, of many types, is one sentence."""
+    """The library; what a damaged file makes it raise, of many types, is one sentence, and the
+    table of weights that it would print before is left out."""
     try:
         import transformers
     except ImportError:
         raise UserError("a model needs transformers: pip install -e '.[transformers]'") from None
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
     try:
         yield transformers
+    except UserError:
+        raise
     except Exception as error:
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 250)
         raise UserError(f"transformers cannot read {path} ({words})") from None
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 def _tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Tensor, str]:

@@ -309,6 +309,12 @@ class Capture:
     def sequences(self) -> list[int]:
         return self.meta["sequences"]
 
+    @property
+    def heading(self) -> tuple[str, str, str]:
+        """Preset, seed and step of its run, as a column of a table says them."""
+        preset = str(self.policy).partition("+")[0]
+        return preset, f"seed {self.meta['config']['seed']}", f"{self.step:,}"
+
     def first(self, count: int) -> Capture:
         """The capture cut to its first tokens, which attention allows, being causal."""
         if not self.meta["causal"]:

@@ -47,7 +47,7 @@ def write_lock(page: str, folder: Path, claims: dict, facts: dict) -> Path:
     """Write a page's lock, a line a claim and a line a fact, sorted; returns its path."""
     from lowprec.runs import write_atomic
 
-    held = {"claims": rounded(claims), "facts": rounded(facts)}
+    held = {"claims": claims, "facts": facts}
     parts = [f'"{key}": {_lines(held[key])}' for key in held]
     parts.append(f'"digest": "{_digest(held)}"')
     text = "{\n" + ",\n".join(parts) + "\n}\n"
@@ -69,8 +69,7 @@ def _digest(held: dict) -> str:
 
 
 def rounded(value):
-    """The same with every float to six digits, as a lock has it: the last ones may differ between
-    machines."""
+    """The same with every float to six digits: the last ones may differ between machines."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

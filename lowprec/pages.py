@@ -9,8 +9,8 @@ book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/contents.json        the title of every page
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
 book/status.md                       page x profile x date x hardware x duration x verdicts
-README.md                            the paper's statements and the counts between its two markers,
-                                     and the facts in its marks (`lowprec.facts`)
+README.md                            the paper's statements and the counts, and the headlines, each
+                                     between two markers, and its facts (`lowprec.facts`)
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lowprec.words import FIGURE_MIME
 
 PAPER = "qiu2025"
 MARKERS = "<!-- claims -->", "<!-- /claims -->"
+FINDINGS = "<!-- findings -->", "<!-- /findings -->"
 
 
 def write(root: Path) -> list[Path]:
@@ -191,9 +192,7 @@ def of_paper(registry: dict[str, Claim], said: list[dict], found: dict[str, Resu
         lines.append(f"**{statement['says']}** {statement['where']}.\n")
         for claim in tests[statement["id"]]:
             if results is None:
-                name = claim.page.rpartition("/")[2]
-                name = name[:2] if name[:2].isdecimal() else name
-                more = f" ([{name}](notebooks/{claim.page}.ipynb))"
+                more = f" ({_source_link(claim)})"
             else:
                 n = results[claim.id].n if claim.id in results else 0
                 more = (
@@ -297,14 +296,47 @@ def in_words(claim: Claim, results: dict | None, found: dict | None = None) -> s
 
 def with_claims(text: str, registry: dict[str, Claim], said: list[dict],
                 found: dict[str, Result]) -> str:  # fmt: skip
-    """README's text with the paper's statements, their tests and the counts between its markers.
-    From claims, statements and locks alone, so that no page needs to be executed for it."""
-    start, end = MARKERS
+    """README's text with the paper's statements, their tests and the counts between its markers,
+    and the headlines if it has markers for them.
+
+    From claims, statements and locks alone, so that no page needs to be executed for it.
+    """
+    if any(mark in text for mark in FINDINGS):
+        text = _between(FINDINGS, text, headlines(registry, found))
+    return _between(MARKERS, text, f"{of_paper(registry, said, found)}\n{counts(registry, found)}")
+
+
+def _between(marks: tuple[str, str], text: str, content: str) -> str:
+    """The text with this between two marks."""
+    start, end = marks
     if text.count(start) != 1 or text.count(end) != 1:
         raise UserError(f"README.md must hold {start} and {end} once each, for the claims")
     head, rest = text.split(start)
-    listed = f"{of_paper(registry, said, found)}\n{counts(registry, found)}"
-    return f"{head}{start}\n{listed}{end}{rest.split(end)[1]}"
+    return f"{head}{start}\n{content}{end}{rest.split(end)[1]}"
+
+
+def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
+    """The claims that are headlines as a numbered list, those of one number in one item."""
+    numbers = sorted({claim.headline for claim in registry.values() if claim.headline})
+    items = []
+    for place in numbers:
+        of_place = [claim for claim in registry.values() if claim.headline == place]
+        if missing := [claim for claim in of_place if claim.id not in found]:
+            raise UserError(
+                f"claim {missing[0].id} is a headline and has no verdict yet: execute its page, "
+                f"then `python -m lowprec claims --accept {missing[0].page}`"
+            )
+        some = [found[claim.id] for claim in of_place]
+        pages = dict.fromkeys(_source_link(result.claim) for result in some)
+        words = " ".join(result.headline for result in some)
+        items.append(f"{place}. {words} ({', '.join(pages)})\n")
+    return "".join(items)
+
+
+def _source_link(claim: Claim) -> str:
+    """The number of a claim's page, or its name, linked to the notebook."""
+    name = claim.page.rpartition("/")[2]
+    return f"[{name[:2] if name[:2].isdecimal() else name}](notebooks/{claim.page}.ipynb)"
 
 
 def status(root: Path) -> str:

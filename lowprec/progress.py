@@ -22,7 +22,7 @@ HEAD = ("run", "state", "step", "loss", "tokens/s", "to go")
 def table_row(job, state: str, log: Path) -> tuple[str, ...]:
     """A run's cells, as `HEAD` names them; empty where nothing is known.
 
-    job: a `lowprec.campaign.Job`.
+    job: a `lowprec.plan.Job`.
     """
     step, loss, speed, left = 0, "", "", ""
     if state == "waiting":

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
 import math
 import os
 import time
+import zipfile
 from collections import deque
 from pathlib import Path
 
@@ -33,6 +33,9 @@ from lowprec.probes import QueryErrorWindow, spectral_norms
 FLUSH = 500
 BEFORE, AFTER = 300, 50
 """Steps around the onset of an explosion whose probes are kept one by one."""
+
+DOS_FOLDER = 0x10
+"""Bit of a zip member's attributes that miniz, which torch reads with, takes for a folder."""
 
 PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0}
 """Dense BF16 rate in TFLOP/s that the maker states, by a part of the GPU's name."""
@@ -77,6 +80,8 @@ class Recorder:
 
     def _hold(self):
         """Keep other processes of this machine from writing the folder until this one ends."""
+        import fcntl  # here, because pages import what trains also where there is no fcntl
+
         self.held = os.open(self.part, os.O_RDONLY)
         try:
             fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,7 +259,7 @@ class Recorder:
             return
         path = self.part / "checkpoint.pt"
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load_archive(path)
             # a field that the checkpoint does not know has what was done before there was one
             usual = json.loads(json.dumps(dataclasses.asdict(type(self.config)())))
             before, now = usual | json.loads(state["config"]), self._fixed()
@@ -263,7 +268,8 @@ class Recorder:
                 self._take(state, model, optimizer, scaler)
         except Exception as error:  # a damaged archive or another program's raises many types
             raise UserError(
-                f"{path} is damaged ({type(error).__name__}); remove {self.part} and start again"
+                f"{path} is damaged ({type(error).__name__}); move {self.part} away, whose tables "
+                "can still be read, and start again"
             ) from None
         if differ:
             raise UserError(
@@ -402,6 +408,27 @@ class Specimens:
                 self.rolling.pop().unlink()
         with contextlib.suppress(OSError):
             self.folder.rmdir()
+
+
+def load_archive(path: Path, device: str = "cpu"):
+    """What `torch.save` wrote, tensors and plain values only.
+
+    torch reads past a flipped bit; the CRC-32 that it stored with each tensor finds one. The bit
+    that calls a member a folder is in no checksum, and torch would then read nothing, into memory
+    that is not cleared. Raises `zipfile.BadZipFile` for an archive that is damaged, and torch's
+    errors.
+    """
+    require_whole(path)
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+def require_whole(path: Path) -> None:
+    """Raise `zipfile.BadZipFile` unless each member of an archive has the checksum it came with."""
+    with zipfile.ZipFile(path) as archive:
+        folders = [m.filename for m in archive.infolist() if m.external_attr & DOS_FOLDER]
+        damaged = [*folders, archive.testzip()][0]
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"{damaged} is not as it was written")
 
 
 def weights_sha256(weights: dict) -> str:

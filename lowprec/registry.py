@@ -75,7 +75,9 @@ class Claim:
                 f"claim {self.id}: weight {self.weight!r} is none of {', '.join(WEIGHTS)}"
             )
         commit = self.registered
-        if commit is not None and not re.fullmatch("[0-9a-f]{7,40}", str(commit)):
+        if commit is not None and not (
+            isinstance(commit, str) and re.fullmatch("[0-9a-f]{7,40}", commit)
+        ):
             raise UserError(f"claim {self.id}: registered {commit!r} is not a commit; give 7 to 40 "
                             "hexadecimal digits, in quotes if all are decimal")  # fmt: skip
         self._check_headline()
@@ -89,6 +91,9 @@ class Claim:
             if name not in (None, "count", "value", "n"):
                 raise UserError(f"claim {self.id}: words ask for {{{name}}}; there are {{count}}, "
                                 "{value} and {n}")  # fmt: skip
+            if name == "count" and not self.parsed.counts:
+                raise UserError(f"claim {self.id}: words ask for {{count}} and its rule counts "
+                                "nothing: begin it with `count of`, or take {value}")  # fmt: skip
 
     @property
     def parsed(self) -> rules.Rule:

@@ -27,7 +27,6 @@ import numpy as np
 import pandas as pd
 
 from lowprec import UserError, packed
-from lowprec.policy import PrecisionPolicy
 
 METRICS = ("step", "loss", "grad_norm", "lr")
 PROBES = (
@@ -95,7 +94,10 @@ class Run:
         return self.path.name
 
     @property
-    def policy(self) -> PrecisionPolicy:
+    def policy(self):
+        """What it was trained with, a `lowprec.policy.PrecisionPolicy`."""
+        from lowprec.policy import PrecisionPolicy  # here, because reading runs needs no torch
+
         return PrecisionPolicy.parse(self.info["config"]["policy"])
 
     @property

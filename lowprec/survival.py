@@ -12,13 +12,14 @@ What counts as an explosion, and when a run is censored, is decided in `lowprec.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from lowprec import UserError, claims
+from lowprec.plan import load_campaign
 from lowprec.runs import campaign_folder, load_runs, require_arms, run_paths
 from lowprec.verdicts import Result
 
@@ -63,6 +64,12 @@ class Arm:
         """The runs, {seed: Run}."""
         return dict(zip(self.runs.seed, self.runs.run, strict=True)) if self.n else {}
 
+    def only(self, seeds) -> Arm:
+        """The arm with some of its seeds alone, those that it plans."""
+        seeds = tuple(seed for seed in self.seeds if seed in set(seeds))
+        runs = self.runs[self.runs.seed.isin(seeds)] if self.n else None
+        return replace(self, seeds=seeds, runs=None if runs is None or runs.empty else runs)
+
     def outcomes(self, by: float = np.inf) -> pd.Series:
         """Whether each seed exploded by a step, True or False, those left out of which it is not
         known, see `counted`. What a claim that counts runs or seeds takes."""
@@ -103,14 +110,17 @@ def _open_by(runs: pd.DataFrame, by: float) -> pd.Series:
     return ~runs.exploded.astype(bool) & rose & (runs.duration <= by)
 
 
+def exploded_of(*arms: Arm) -> str:
+    """How many of the runs of these arms exploded, for prose: "4 of 12"."""
+    return f"{sum(arm.exploded for arm in arms)} of {sum(arm.n for arm in arms)}"
+
+
 def load_arms(campaign, arms=()) -> dict[str, Arm]:
     """The arms that a campaign plans, with as much of each as is recorded, perhaps nothing.
 
     campaign: its name in data/runs, or its folder. arms: those that it must plan. Raises
     `UserError` as `load_campaign` and `load_runs` do, but not for runs that are still to come.
     """
-    from lowprec.campaign import load_campaign
-
     folder = campaign_folder(campaign)
     planned: dict[str, list] = {}
     for job in load_campaign(folder / "campaign.yaml"):
@@ -123,6 +133,22 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
         arm: Arm(arm, configs[0], tuple(c.seed for c in configs), recorded.get(arm))
         for arm, configs in planned.items()
     }
+
+
+def measured(arms: dict, **measures) -> pd.DataFrame:
+    """A row a run: columns arm (its label), seed, run, and one of each measure's name.
+
+    arms: {label: `Arm`}. measures: name=function of a `lowprec.runs.Run`. An arm without runs has
+    one row, with NaN for each measure and no run.
+    """
+    rows = []
+    for label, arm in arms.items():
+        for seed, run in arm.by_seed.items():
+            numbers = {name: measure(run) for name, measure in measures.items()}
+            rows.append(dict(arm=label, seed=seed, run=run) | numbers)
+        if not arm.n:
+            rows.append(dict(arm=label))
+    return pd.DataFrame(rows, columns=["arm", "seed", "run", *measures])
 
 
 def kaplan_meier(table: pd.DataFrame) -> pd.DataFrame:

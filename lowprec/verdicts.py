@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -67,9 +68,15 @@ class Result:
         return f"{number(value)} of {number(self.n)}"
 
     @property
+    def headline(self) -> str:
+        """The words of a claim that is a headline, filled in."""
+        count = self.count if self.claim.parsed.counts else ""
+        return self.claim.words.format(count=count, value=_Shown(self.value), n=_Shown(self.n))
+
+    @property
     def size(self) -> str:
         """n with its unit, without what the unit is of."""
-        unit = self.claim.unit.partition(" of ")[0]
+        unit = re.split(" (?:of|with) ", self.claim.unit)[0]
         if self.n == 1:
             unit = unit.removesuffix("s")
         return f"{self.n:,} {unit}".rstrip()
@@ -87,7 +94,7 @@ class Result:
         if self.value is None:
             return f"nothing to measure once all is recorded, n = {self.size}{need}"
         if c.parsed.quantifier == "count":
-            return f"{c.metric}: {self.count}{need}"
+            return f"{c.metric.removeprefix('count of ')}: {self.count}{need}"
         value = number(self.value, exact=True) if c.parsed.is_exact else self.text
         return f"{c.metric}: {value}, n = {self.size}{need}"
 
@@ -146,10 +153,12 @@ class Result:
         return cls(**{**record, "claim": Claim(**record["claim"]), "interval": interval})
 
     def as_lock(self) -> dict:
-        """Its entry in the lock of its page."""
-        entry = {"verdict": self.verdict, "value": self.value, "n": self.n}
+        """Its entry in the lock of its page, to six digits; in full where the rule asks for one
+        fraction."""
         more = {"interval": self.interval and list(self.interval), "by": self.by}
-        return rounded(entry | {key: value for key, value in more.items() if value})
+        more = {key: rounded(value) for key, value in more.items() if value}
+        value = self.value if self.claim.parsed.is_exact else rounded(self.value)
+        return {"verdict": self.verdict, "value": value, "n": self.n} | more
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         return {
@@ -157,6 +166,13 @@ class Result:
             "text/markdown": self.markdown(),
             CLAIM_MIME: self.as_dict(),
         }
+
+
+class _Shown(float):
+    """A number that reads as prose prints it, unless a format is asked for."""
+
+    def __format__(self, form: str) -> str:
+        return super().__format__(form) if form else number(self)
 
 
 def threat_links(claim: Claim) -> list[str]:

@@ -274,6 +274,152 @@ def test_a_damaged_file_is_one_sentence(hub, tmp_path, damaged):
         affected.probe(tmp_path, text)
 
 
+def saved_as(hub, kind, folder, change):
+    """A small model's folder, its weights by the names and tensors that `change` makes of them."""
+    from safetensors.torch import load_file, save_file
+
+    small(hub, kind).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+
+
+WRAPPED = ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module.", "a layer"]
+
+
+def wrapped(weights, wrapper):
+    """The names that weights have in a wrapped model, or in one whose first layer is compiled."""
+    if wrapper == "a layer":
+        return {
+            name.replace("s.0.", "s.0._orig_mod.").replace("h.0.", "h.0._orig_mod."): weight
+            for name, weight in weights.items()
+        }
+    return {wrapper + name: weight for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_weights_of_a_wrapped_module_are_the_model_s(hub, tmp_path, kind, wrapper):
+    """As torch.compile and distributed wrappers save them; not random ones in their place."""
+    saved_as(hub, kind, tmp_path, lambda w: wrapped(w, wrapper))
+    expected = affected.probe(small(hub, kind).float(), length=64, sequences=2)
+    pd.testing.assert_frame_equal(affected.probe(tmp_path, length=64, sequences=2), expected)
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPED[:4], ""])
+def test_weights_of_a_run_are_all_read_whatever_wraps_them(tmp_path, wrapper):
+    config = dataclasses.replace(PRESETS["tiny"], policy="LOW")
+    torch.manual_seed(0)
+    model, path = GPT(config.model()), tmp_path / "checkpoint.pt"
+
+    def save(weights):
+        torch.save(dict(config=json.dumps(dataclasses.asdict(config)), model=weights), path)
+
+    save(wrapped(model.state_dict(), wrapper))
+    assert affected.probe(path, length=64).equals(affected.probe(model, length=64))
+    save(wrapped({k: x for k, x in model.state_dict().items() if "s.1." not in k}, wrapper))
+    with pytest.raises(UserError, match=r"lack blocks\.1\.\w+\.weight and \d more; save the whole"):
+        affected.probe(path, length=64)
+
+
+LAYER = {"transformer.h.2.attn.c_attn.weight": torch.ones(32, 96)}
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (lambda w: {k: x for k, x in w.items() if ".1." not in k}, r"lack .*\.1\..* and \d+ more"),
+        (lambda w: {k: x for k, x in w.items() if "wte" not in k}, r"lack (.*wte|lm_head)"),
+        (lambda w: {k: x for k, x in w.items() if "ln_f" not in k}, r"lack .*ln_f"),
+        (lambda w: w | LAYER, "have transformer.h.2.attn.c_attn.weight, for which it has no place"),
+        (lambda w: {k.removeprefix("transformer."): x for k, x in (w | LAYER).items()},
+         r"have (transformer\.)?h.2.attn.c_attn.weight, for which"),
+        (lambda w: w | {"transformer.h.0.attn.c_attn.lora_A": torch.ones(32, 4)}, r"have .*lora_A"),
+        (lambda w: w | {"transformer.wpe.weight": torch.ones(99, 32)},
+         r"have transformer.wpe.weight of shape \(99, 32\), not \(64, 32\)"),
+        (lambda w: {f"net.{k}": x for k, x in w.items()}, r"lack .* and have net\."),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_and_not_drawn(hub, tmp_path, capfd, change, words):
+    saved_as(hub, "gpt2", tmp_path, change)
+    capfd.readouterr()
+    with pytest.raises(UserError, match=f"do not fit the model of its configuration: they {words}"):
+        affected.probe(tmp_path)
+    assert "REPORT" not in capfd.readouterr().err, "the sentence says it"
+
+
+def test_a_model_without_a_head_of_its_own_is_refused(hub, tmp_path):
+    """Its gradients would be those of a random one; where it is tied there is nothing to miss."""
+    small(hub, "llama").model.save_pretrained(tmp_path / "a")
+    with pytest.raises(UserError, match="they lack lm_head.weight; save the whole model"):
+        affected.probe(tmp_path / "a")
+    tied = small(hub, "gpt2")
+    tied.transformer.save_pretrained(tmp_path / "b")
+    expected = affected.probe(tied, length=64)
+    pd.testing.assert_frame_equal(affected.probe(tmp_path / "b", length=64), expected)
+
+
+def test_masks_that_older_versions_stored_are_no_weights(hub, tmp_path):
+    stored = {f"transformer.h.0.attn.{name}": torch.ones(1) for name in ("bias", "masked_bias")}
+    saved_as(hub, "gpt2", tmp_path, lambda w: w | stored)
+    table = affected.probe(tmp_path, length=64)
+    assert len(table) == 4 and " without " not in table.attrs["read"]
+
+
+def test_another_head_beside_a_model_is_left_out_and_said(hub, tmp_path):
+    value = {"v_head.summary.weight": torch.ones(1, 32)}
+    saved_as(hub, "gpt2", tmp_path, lambda w: w | value)
+    read = affected.probe(tmp_path, length=64).attrs["read"]
+    assert f"{tmp_path} without v_head.summary.weight, for which it has no place, and 4 x" in read
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_in_several_files_are_read_whole(hub, tmp_path, whole):
+    model = small(hub, "llama")
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    index = tmp_path / "model.safetensors.index.json"
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    if whole:
+        pd.testing.assert_frame_equal(
+            affected.probe(tmp_path, length=64), affected.probe(model, length=64)
+        )
+        return
+    listed = json.loads(index.read_text())
+    last = max(listed["weight_map"].values())
+    listed["weight_map"] = {k: f for k, f in listed["weight_map"].items() if f != last}
+    index.write_text(json.dumps(listed))
+    with pytest.raises(UserError, match="do not fit .* they lack "):
+        affected.probe(tmp_path)
+
+
+def test_a_flipped_bit_of_weights_in_a_torch_file_is_found(hub, tmp_path):
+    model, path = small(hub, "gpt2"), tmp_path / "pytorch_model.bin"
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), path)
+    assert len(affected.probe(tmp_path, length=64)) == 4
+    content = path.read_bytes()
+    at = content.index(model.state_dict()["transformer.h.0.mlp.c_fc.weight"].numpy().tobytes())
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    with pytest.raises(UserError, match="transformers cannot read .*BadZipFile"):
+        affected.probe(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "optimizer.pt"])
+def test_a_file_of_a_model_names_its_folder(tmp_path, name):
+    (tmp_path / "config.json").touch()
+    (tmp_path / name).touch()
+    with pytest.raises(
+        UserError, match=f"part of a transformers model; give its folder {tmp_path}$"
+    ):
+        affected.probe(tmp_path / name)
+
+
+def test_an_adapter_is_not_read_as_its_model(hub, tmp_path):
+    small(hub, "gpt2").save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an adapter; merge it"):
+        affected.probe(tmp_path)
+
+
 def test_a_head_whose_output_goes_nowhere_has_no_share():
     """As with projections that start from zero: no gradient, and no error of it."""
     model = GPT(PRESETS["tiny"].model())

@@ -248,6 +248,9 @@ def test_a_recorded_capture_is_found_from_a_folder_below_and_shown_in_a_line(mon
     specimen = Capture.load("data/captures/low-c-seed6-1230.xz")
     where = "step 1230, layer 1, heads [3], sequences [13], LOW"
     assert repr(specimen) == f"Capture(low-c-seed6-1230: {where})"
+    assert specimen.heading == ("LOW", "seed 6", "1,230")
+    healthy = Capture.load("data/captures/fa2-a-healthy-seed1-1680.xz")
+    assert healthy.heading == ("FA2", "seed 1", "1,680"), "of the twin's policy the preset alone"
 
 
 def test_a_capture_is_read_without_its_xz_as_well(tmp_path):
@@ -440,5 +443,22 @@ def test_window_fits_parquet(tmp_path):
     assert ours < plain / 2, (ours, plain)
     assert (table.filter(like="sketch_").dtypes == np.float16).all()
     assert len(QueryErrorWindow(2, 3, 16, 24).to_table()) == 0
-    with pytest.raises(ValueError, match="no update"):
+
+
+def test_a_window_mixes_no_steps():
+    """A step that was not ended would be added to the next, one without an update be recorded."""
+    window, (_, layer, *rest) = filled(2), next(micro_batches(1))
+    with pytest.raises(ValueError, match="step 5 has no update; the last one was for None"):
         window.end_step(5)
+    window.update(5, layer, *rest)
+    before = window.error.clone()
+    for refused, words in (
+        (lambda: window.update(6, layer, *rest), "step 5 has not ended; call end_step before step"),
+        (lambda: window.end_step(6), "step 6 has no update; the last one was for 5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            refused()
+    assert torch.equal(window.error, before) and window.step == 5 and len(window.records) == 2
+    window.update(5, layer, *rest)
+    window.end_step(5)
+    assert window.records[-1][0] == 5 and not window.error.any()

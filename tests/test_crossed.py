@@ -135,3 +135,11 @@ def test_a_ratio_of_sums_and_its_interval():
     assert (ratio.o == 1).all() and half.o.abs().max() < 1e-12
     inside = ((ratio.p - 0.4).abs() < half.p).mean()
     assert 0.88 < inside < 0.98, "a 95 % interval, a little short with 16 parts"
+
+
+def test_ways_are_separated_if_the_least_of_them_is_above_all_others():
+    rows = [(seed, part, way, eps) for seed, all_eps in enumerate([(3, 2, 1), (3, 1, 1), (1, 3, 2)])
+            for part in (0, 1) for way, eps in zip("abc", all_eps, strict=True)]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["seed", "part", "way", "eps"])
+    assert alone.separated(table, "eps", "ab").tolist() == [True, False, False]
+    assert alone.separated(table, "eps", ["a"]).tolist() == [True, True, False]

@@ -14,6 +14,7 @@ from lowprec.studies.heads import (
     agreement,
     end_of,
     fastest,
+    first_take_off,
     norms,
     over_healthy,
     picked_for,
@@ -70,6 +71,8 @@ def test_take_offs_on_a_coarser_grid():
     run = made_up(h2=(799, 3))
     assert take_offs(run, lag=200, every=200).step.tolist() == [999]
     assert take_offs(run, lag=200, every=100).step.tolist() == [899]
+    assert first_take_off(made_up(h2=(799, 3), h0=(999, 3))) == 999
+    assert np.isnan(first_take_off(made_up()))
 
 
 def test_how_near_a_run_comes_to_a_take_off():

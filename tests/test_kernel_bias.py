@@ -130,7 +130,8 @@ def with_blocks(monkeypatch, bm, bn):
     blocks = launch.blocks
 
     def other(kernel, d, n, tile, dtype):
-        return blocks(kernel, d, n, tile, dtype) | dict(BM=bm, BN=bn, EVEN=n % bm == n % bn == 0)
+        sizes, options = blocks(kernel, d, n, tile, dtype)
+        return sizes | dict(bm=bm, bn=bn, even=n % bm == n % bn == 0), options
 
     monkeypatch.setattr(launch, "blocks", other)
 

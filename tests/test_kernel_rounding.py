@@ -4,10 +4,14 @@ The compiled code is looked at on a machine without a GPU: the very arguments of
 compiler for Hopper, in a process that does not interpret.
 """
 
+import ast
+import inspect
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +19,13 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
+from conftest import family
 from kernel_checks import DEVICES
 
 from lowprec.agreement import sum_noise
+from lowprec.attention import attention
 from lowprec.formats import ROUNDINGS, Format, keyed_bits, round_to
-from lowprec.kernels import launch
+from lowprec.kernels import launch, rounding
 from lowprec.kernels.rounding import dot, round_site, site_code
 from lowprec.policy import SITES, PrecisionPolicy
 
@@ -130,7 +136,7 @@ def test_products_of_pieces(pieces, a, b):
 COMPILE = """
 import json, re, subprocess, sys, tempfile, torch, triton
 from triton.backends.compiler import GPUTarget
-from lowprec.kernels import launch
+from lowprec.kernels import launch, rounding
 from lowprec.policy import PrecisionPolicy
 
 class Hopper:
@@ -242,5 +248,42 @@ def test_every_entry_of_the_block_table_is_used(d, monkeypatch):
     for name, (bm, bn, warps, *_) in launch.HARDWARE["sm_90"][d].items():
         kernel, _, tile = name.partition(" ")
         tile = int(tile) if tile.isdigit() else 256 if tile else 0
-        sizes = launch.blocks(kernel, d, 4096, tile, torch.bfloat16)
-        assert (sizes["BM"], sizes["BN"], sizes["num_warps"]) == (bm, bn, warps), name
+        sizes, options = launch.blocks(kernel, d, 4096, tile, torch.bfloat16)
+        assert (sizes["bm"], sizes["bn"], options["num_warps"]) == (bm, bn, warps), name
+
+
+@pytest.mark.parametrize("module", [launch.fwd, launch.bwd, rounding], ids=lambda m: m.__name__)
+def test_no_kernel_function_takes_more_than_20_arguments(module):
+    """Site codes that travel one by one are easily swapped, and then another site is rounded."""
+    functions = [f for f in ast.walk(ast.parse(inspect.getsource(module)))
+                 if isinstance(f, ast.FunctionDef)]  # fmt: skip
+    assert functions and max(len(f.args.args) for f in functions) <= 20
+
+
+def test_the_launch_enters_the_device_of_the_tensors(monkeypatch):
+    """A model may lie on several GPUs, and the current one is that of another layer."""
+    entered = []
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: entered.append(device) or nullcontext()
+    )
+    there = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    with launch.on_device(there):
+        assert entered == [there.device]
+    with launch.on_device(torch.zeros(1)):
+        assert len(entered) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("policy", ["FA2", "SAFE", "FA2+row_sum=removed", "LOW"])
+def test_attention_on_another_than_the_current_device(policy):
+    """Output and gradients are those of the first GPU, bit by bit, and so is a compiled call."""
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        q, k, v, do = (x.to(device) for x in family("normal", (2, 3, 200, 64), device="cuda:0"))
+        x = [y.detach().requires_grad_() for y in (q, k, v)]
+        with torch.cuda.device(0):
+            o = attention(*x, policy)
+            o.backward(do)
+        results.append([y.cpu() for y in (o, *(y.grad for y in x))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

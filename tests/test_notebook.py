@@ -105,8 +105,7 @@ def write_notebook(path, *code):
 
 
 VERDICT = """from lowprec import claims
-claims.judge(dict(sentence="Two is small.", metric="two", operator="<", threshold=3, n=1,
-                  refuted_if="it is not", source="qiu2025"), 2, 1)"""
+claims.judge(dict(sentence="Two is small.", rule="two < 3", needs=1, source="qiu2025"), 2, 1)"""
 FIGURE = """from IPython.display import display
 about = dict(name="{0}", id="figure-{0}", alt="a", caption="c", hardware={1!r})
 data = {{"text/html": "<figure></figure>", "application/vnd.lowprec.figure+json": about}}
@@ -227,9 +226,11 @@ def test_two_figures_of_one_name_are_refused(tmp_path):
 
 def test_a_verdict_that_changed_unseen_stops_the_build_and_not_the_reader(tmp_path):
     source, output = tmp_path / "page.ipynb", tmp_path / "out.ipynb"
-    code = "claims.check('addition-worked-example', 1.0, 1, profile=profile)"
+    code = "claims.check('addition-worked-example', 1.0, 1)"
     write_notebook(source, "from lowprec import claims", code)
-    with pytest.raises(UserError, match="addition-worked-example is refuted .* says supported"):
+    with pytest.raises(
+        UserError, match="addition-worked-example: verdict is refuted .* says supported"
+    ):
         notebook.execute(source, output)
     assert not output.exists()
     page = notebook.execute(source, output, "recorded", {"profile": "recorded"})

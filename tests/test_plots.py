@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lowprec import UserError, plots, survival
+from lowprec import UserError, figure, plots, survival
 from lowprec.policy import FA2, LOW
 from lowprec.runs import Run
 from lowprec.words import FIGURE_MIME
@@ -35,7 +35,7 @@ def bundle(name="loss", table=TABLE, **changes):
     ax.set(xlabel="step", ylabel="loss (nats)")
     words = dict(alt='The loss falls, "fast".', caption="Loss & step.", hardware=None) | changes
     try:
-        return plots.bundle(fig, table, name, **words)
+        return figure.bundle(fig, table, name, **words)
     finally:
         plt.close(fig)
 
@@ -246,7 +246,7 @@ def test_a_label_is_read_on_its_cell(draw, cmap):
     plots.label_cells(ax, cells, values, "{:.2f}".format)
     fig.canvas.draw()
     shown = {text.get_text(): text for text in ax.texts}
-    drawn = plots.svg(fig, "cells", "labels")
+    drawn = figure.svg(fig, "cells", "labels")
     assert all(text.get_color() in drawn for text in ax.texts)
     for (row, column), value in np.ndenumerate(values):
         text = shown[f"{value:.2f}"]

@@ -11,7 +11,15 @@ import pytest
 import scipy.stats
 
 from lowprec import UserError, claims, runs
-from lowprec.survival import Arm, compare_arms, counted, holm, kaplan_meier, load_arms
+from lowprec.survival import (
+    Arm,
+    compare_arms,
+    counted,
+    exploded_of,
+    holm,
+    kaplan_meier,
+    load_arms,
+)
 
 
 def arm(name, durations, exploded):
@@ -170,6 +178,11 @@ def test_an_arm_that_was_not_followed_long_enough_prevents_nothing():
     row = compare_arms(pd.concat([LOW, late]), "low").iloc[1]
     assert row.p == pytest.approx(scipy.stats.fisher_exact([[7, 1], [0, 8]]).pvalue)
     assert row.verdict == "prevents", "7 of 8 had exploded by then"
+    early = FIXED.assign(duration=2650)
+    row = compare_arms(pd.concat([LOW, early]), "low").iloc[1]
+    assert row.p_holm == pytest.approx(scipy.stats.fisher_exact([[6, 2], [0, 8]]).pvalue)
+    assert row.p_holm < 0.05
+    assert row.verdict == "not seen in 8", "only 6 of 8 had, the others later"
 
 
 def test_holm_by_hand():
@@ -260,6 +273,7 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         assert (low.n, low.exploded, low.complete) == (seed + 1, seed + 1, complete)
         assert low.by_seed[seed].name == f"low-seed{seed}"
         assert not arms["fa2"].complete
+        assert exploded_of(low) == f"{seed + 1} of {seed + 1}" == exploded_of(*arms.values())
     with pytest.raises(UserError, match="no campaign file"):
         load_arms("nowhere")
 
@@ -292,27 +306,36 @@ def test_a_run_that_ends_in_a_rise_counts_neither_way():
     assert counted(table) == counted(table, rise.onset) == (0, len(table) - 1)
     assert counted(table, rise.onset - 1) == (0, len(table))
     centred = load_arms("remedies")["low_centred"]
+    known = centred.outcomes()
+    assert len(known) == len(table) - 1 and not known.any() and rise.onset > 1
+    assert set(centred.outcomes(rise.onset - 1).index) == set(table.seed) > set(known.index)
+    assert load_arms("mini")["low"].outcomes().to_dict() == dict.fromkeys(range(8), True)
     assert centred.rising == 1 and centred.exploded == 0
+    both = centred, load_arms("mini")["low"]
+    assert exploded_of(*both) == f"8 of {8 + centred.n}" and exploded_of() == "0 of 0"
     assert Arm("-", centred.config, (0,), None).rising == 0
     low = runs.load_runs("mini")
     assert counted(low[low.arm == "low"]) == (8, 8)
 
 
 def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
-    claim = dict(metric="-", n=4, profile=["recorded"], refuted_if="-", source=None)
-    claim |= dict(sentence="-", notebook="-", verdict="not run")
-    rules = {"most": (">=", 3), "none": ("==", 0), "two": ("==", 2), "few": ("<=", 1)}
-    registry = {
-        id: claims.parse(claim | dict(id=id, operator=operator, threshold=threshold))
-        for id, (operator, threshold) in rules.items()
-    }
-    monkeypatch.setattr(claims, "load", lambda path=None: registry)
+    rules = {"most": ">= 3", "none": "== 0", "two": "== 2", "few": "<= 1"}
+
+    def claim(id, needs=4):
+        rule = f"count of runs that exploded {rules[id]}"
+        return claims.parse(dict(id=id, sentence="-", rule=rule, needs=needs))
+
+    registry = {id: claim(id) for id in rules}
+    monkeypatch.setattr(claims, "load", lambda folder=None: registry)
 
     def verdicts(*exploded, by=np.inf):
         table = pd.DataFrame({"seed": range(len(exploded)), "exploded": exploded, "duration": 70})
         table["run"] = SimpleNamespace(explosion=None)
         arm = Arm("a", None, (0, 1, 2, 3), table if len(table) else None)
-        return [arm.check(id, by=by).verdict for id in rules]
+        told = [arm.check(id, by=by).verdict for id in rules]
+        if by == np.inf:  # the same by what a page hands over
+            assert told == [result.verdict for result in claims.check(**dict.fromkeys(rules, arm))]
+        return told
 
     yes, no, open_ = "supported", "refuted", "inconclusive"
     assert verdicts() == ["not run"] * 4
@@ -324,7 +347,7 @@ def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
     assert verdicts(True, True, False, False) == [no, no, yes, no]
     assert verdicts(True, True, False, False, by=70) == [no, no, yes, no]
     assert verdicts(True, True, False, False, by=69) == [no, yes, no, yes]
-    registry["none"] = claims.parse(registry["none"].__dict__ | dict(n=8))
+    registry["none"] = claim("none", needs=8)
     assert verdicts(False, False, False, False)[1] == open_  # all that are planned are too few
     with pytest.raises(UserError, match="no claim"):
         Arm("a", None, (0,), None).check("nothing")

@@ -79,7 +79,7 @@ def test_claims_named_exist():
 
 def test_every_claim_is_threatened_or_arithmetic():
     bare = {claim.id for claim in REGISTRY.values() if not claim.threats}
-    assert bare == ARITHMETIC, "say under `threats` in claims.yml why to doubt the claim"
+    assert bare == ARITHMETIC, "say under `threats` why to doubt the claim"
 
 
 def test_every_threat_touches_a_claim():

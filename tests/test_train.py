@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -12,9 +13,11 @@ import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +26,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowprec import UserError, campaign, data, recorder, runs
+from lowprec import UserError, affected, campaign, data, recorder, runs
 from lowprec.__main__ import main
 from lowprec.capture import Capture
 from lowprec.config import PRESETS, TrainConfig
@@ -347,6 +350,46 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     torch.save(dict(model={}), tmp_path / ".a.part" / "checkpoint.pt")
     with pytest.raises(UserError, match=r"checkpoint.pt is damaged \(KeyError\)"):
         train(small(), tmp_path / "a", resume=True)
+
+
+@pytest.mark.parametrize("member", ["data.pkl", "data/0", "data/9", "data/16", "data/24"])
+def test_a_checkpoint_with_a_flipped_bit_is_found_and_its_folder_stays(
+    tmp_path, monkeypatch, member
+):
+    """In what holds it together, a weight, two moments and what is recorded."""
+    config = small(checkpoint_every=2)
+    stop_in_step(3, config, tmp_path / "a", monkeypatch)
+    path = tmp_path / ".a.part" / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        member = archive.getinfo(f"archive/{member}")
+    name, extra = struct.unpack_from("<HH", content, member.header_offset + 26)
+    content[member.header_offset + 30 + name + extra + member.file_size // 2] ^= 1 << 2
+    path.write_bytes(content)
+    before = files(path.parent)
+    with pytest.raises(UserError, match=r"is damaged \(BadZipFile\); move .*a.part away, whose"):
+        train(config, tmp_path / "a", resume=True)
+    assert files(path.parent) == before
+    assert len(runs.load_run(path.parent).metrics) == 3
+    with pytest.raises(UserError, match=r"holds no checkpoint .* \(BadZipFile\)"):
+        affected.probe(path)
+
+
+def test_no_flipped_bit_of_an_archive_reads_as_other_numbers(tmp_path):
+    """Two bits of each byte, its directory's too: of these torch checks none, and one empties a
+    tensor into whatever the memory held."""
+    path, wanted, refused = tmp_path / "a.pt", torch.arange(5.0), 0
+    torch.save({"a": wanted, "step": 7}, path)
+    content = path.read_bytes()
+    for i, bit in itertools.chain(*(((i, 4), (i, i % 8)) for i in range(len(content)))):
+        path.write_bytes(content[:i] + bytes([content[i] ^ 1 << bit]) + content[i + 1 :])
+        try:
+            state = recorder.load_archive(path)
+        except Exception:  # many types
+            refused += 1
+        else:
+            assert torch.equal(state["a"], wanted) and state["step"] == 7, (i, bit)
+    assert refused > len(content) // 2
 
 
 @pytest.fixture

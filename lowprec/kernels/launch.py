@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -16,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from lowprec import UserError
 from lowprec.kernels import attention_bwd as bwd
 from lowprec.kernels import attention_fwd as fwd
-from lowprec.kernels.rounding import redrawn_code, site_code
+from lowprec.kernels.rounding import Constants, redrawn_code, site_code
 from lowprec.policy import DITHER, SITES, PrecisionPolicy
 
 HEAD_DIMS = (16, 32, 64, 128)
@@ -79,12 +80,12 @@ def check_tensors(q, k, v, scale: float) -> None:
 
 
 @functools.lru_cache
-def constants(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
-    """{"P_BWD": code, ...}, the kernels' constexprs."""
-    return {name.upper(): site_code(policy, name) for name in sites}
+def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
+    """{"p_bwd": code, ...} of the sites that a kernel rounds at."""
+    return {name: site_code(policy, name) for name in sites}
 
 
-def blocks(kernel: str, d: int, n: int, tile: int, dtype) -> dict:
+def blocks(kernel: str, d: int, n: int, tile: int, dtype) -> tuple[dict, dict]:
     """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick."""
     if not NATIVE:
         bm, bn, options = 128, 128, {}
@@ -101,7 +102,7 @@ def blocks(kernel: str, d: int, n: int, tile: int, dtype) -> dict:
             options["maxnreg"] = registers
     if tile:  # the side that the kernel walks along
         bm, bn = (min(bm, tile), bn) if kernel == "dkdv" else (bm, min(bn, tile))
-    return dict(BM=bm, BN=bn, TILE=tile, EVEN=n % bm == 0 and n % bn == 0) | options
+    return dict(bm=bm, bn=bn, tile=tile, even=n % bm == 0 and n % bn == 0), options
 
 
 def last_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -109,19 +110,24 @@ def last_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def strides(*tensors: torch.Tensor) -> list[int]:
+def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Those of batch, head and row of each tensor, in elements; the last one is 1."""
-    return [s for x in tensors for s in x.stride()[:3]]
+    return tuple(s for x in tensors for s in x.stride()[:3])
 
 
 def common(q, causal: bool, scale: float, policy: PrecisionPolicy) -> dict:
-    """Constexprs that every kernel takes."""
+    """Constants of every kernel."""
     power_of_two = math.frexp(scale)[0] == 0.5
     return dict(
-        H=q.shape[1], D=q.shape[3], CAUSAL=causal, NATIVE=NATIVE,
-        EXACT=power_of_two and policy.s.fmt.exponent_bits == 8,
-        PIECES=3 if q.dtype == torch.float32 else 2,
+        h=q.shape[1], d=q.shape[3], causal=causal, native=NATIVE,
+        exact=power_of_two and policy.s.fmt.exponent_bits == 8,
+        pieces=3 if q.dtype == torch.float32 else 2,
     )  # fmt: skip
+
+
+def on_device(x: torch.Tensor):
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def new_rows(q, dtype=None):
@@ -150,17 +156,20 @@ def forward(
     o_fp32 = new_rows(q, torch.float32) if shadow else None
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     b_ties = torch.empty_like(lse, dtype=torch.int32) if ties else None
-    sizes = blocks("forward", d, n, 0 if tile is None or tile >= n else tile, q.dtype)
+    sizes, options = blocks("forward", d, n, 0 if tile is None or tile >= n else tile, q.dtype)
     shift = policy.shift
-    fwd.attention_fwd_kernel[(triton.cdiv(n, sizes["BM"]) * b * h,)](
-        q, k, v, o, o_stored, o_fp32, lse, b_ties, *strides(q, k, v, o), n, scale, seed,
-        **common(q, causal, scale, policy), **sizes,
-        STORED=stored, SHADOW=shadow, TIES=ties,
-        **constants(policy, "s", "x", "p", "l", "o_acc", "o"),
-        L_FROM_P=policy.l_from == "p_rounded", L_FLOOR=policy.l_floor,
-        SHIFT=shift.kind, BETA=shift.beta, GAMMA=shift.gamma, TOL=shift.tol,
-        AMPLITUDE=shift.amplitude, DITHER_STREAM=DITHER,
+    known = Constants(
+        **common(q, causal, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
+        **codes(policy, "s", "x", "p", "l", "o_acc", "o"),
+        l_from_p=policy.l_from == "p_rounded", l_floor=policy.l_floor,
+        shift=shift.kind, beta=shift.beta, gamma=shift.gamma, tol=shift.tol,
+        amplitude=shift.amplitude, dither_stream=DITHER,
     )  # fmt: skip
+    with on_device(q):
+        fwd.attention_fwd_kernel[(triton.cdiv(n, known.bm) * b * h,)](
+            q, k, v, o, o_stored, o_fp32, lse, b_ties, strides(q, k, v, o), n, scale, seed, known,
+            **options,
+        )  # fmt: skip
     return o, o_stored, o_fp32, lse, b_ties
 
 
@@ -185,22 +194,28 @@ def backward(
     removed = policy.row_sum == "removed"
     mean_key = k.mean(2, dtype=torch.float32).contiguous() if removed else None
 
-    sizes = blocks("dq", d, n, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
-    n_blocks = triton.cdiv(n, sizes["BM"])
+    sizes, options = blocks("dq", d, n, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
+    known = Constants(
+        **same, **sizes, probe=probe, delta_from=policy.delta_from, redrawn=redrawn_code(policy),
+        delta_bias=policy.delta_bias, row_sum=removed,
+        **codes(policy, "s", "dodo", "dp", "ds", "dq_acc"),
+    )  # fmt: skip
+    n_blocks = triton.cdiv(n, known.bm)
     if probe:
         delta_o, delta_ref = torch.empty_like(lse), torch.empty_like(lse)
         sums = torch.empty(b, h, n_blocks, 3, dtype=torch.float32, device=q.device)
     # o_fp32 has the memory layout of o, so one set of strides serves both
-    bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
-        q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_o, delta_ref, sums, dq,
-        *strides(q, k, v, do, o, dq), n, scale, seed, **same, **sizes,
-        PROBE=probe, DELTA_FROM=policy.delta_from, REDRAWN=redrawn_code(policy),
-        DELTA_BIAS=policy.delta_bias, ROW_SUM=removed,
-        **constants(policy, "s", "dodo", "dp", "ds", "dq_acc"),
-    )  # fmt: skip
-    sizes = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
-    bwd.attention_bwd_dkdv_kernel[(triton.cdiv(n, sizes["BN"]) * b * h,)](
-        q, k, v, do, lse, delta, dk, dv, *strides(q, k, v, do, dk), n, scale, seed,
-        **same, **sizes, **constants(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc"),
-    )  # fmt: skip
+    with on_device(q):
+        bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
+            q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_o, delta_ref, sums, dq,
+            strides(q, k, v, do, o, dq), n, scale, seed, known, **options,
+        )  # fmt: skip
+    sizes, options = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
+    sites = codes(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc")
+    known = Constants(**same, **sizes, **sites)
+    with on_device(q):
+        bwd.attention_bwd_dkdv_kernel[(triton.cdiv(n, known.bn) * b * h,)](
+            q, k, v, do, lse, delta, dk, dv, strides(q, k, v, do, dk), n, scale, seed, known,
+            **options,
+        )  # fmt: skip
     return dq, dk, dv, delta, delta_o, delta_ref, sums.sum((0, 2)) if probe else None

@@ -11,6 +11,8 @@ Names: p_* pointers, o_* offsets, m_* masks, b_* block values; BM queries, BN ke
 `who` is (seed, batch, head), which keys random words together with a row and a column.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,56 @@ from lowprec.policy import REDRAW, SITES, PrecisionPolicy
 LOG2E = tl.constexpr(1.4426950408889634)
 NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, STOCHASTIC = map(tl.constexpr, range(4))  # ROUNDINGS
 HALF = tl.constexpr(1 << 7)  # the flag of FP16 in a code
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a kernel knows when it is compiled, as one constexpr: shapes, options and sites.
+
+    h heads, d head_dim; bm x bn the hardware block; tile keys (queries for dK and dV) a rounding
+    block, 0 for the whole row; even: the length is a multiple of bm and bn; exact, pieces, native:
+    see `scores`, `dot` and above. Each site is its `site_code`, redrawn that of a second rounding
+    of o; the rest are fields of the policy and what the caller wants back.
+    """
+
+    h: int
+    d: int
+    bm: int
+    bn: int
+    tile: int
+    causal: bool
+    even: bool
+    exact: bool
+    pieces: int
+    native: bool
+    s: int = 0
+    x: int = 0
+    p: int = 0
+    l: int = 0  # noqa: E741
+    o_acc: int = 0
+    o: int = 0
+    dodo: int = 0
+    dp: int = 0
+    p_bwd: int = 0
+    ds: int = 0
+    dq_acc: int = 0
+    dkdv_acc: int = 0
+    redrawn: int = 0
+    l_from_p: bool = False
+    l_floor: float = 0.0
+    shift: str = "none"
+    beta: float = 0.0
+    gamma: float = 0.0
+    tol: float = 0.0
+    amplitude: float = 0.0
+    dither_stream: int = 0
+    delta_from: str = "o"
+    delta_bias: float = 0.0
+    row_sum: bool = False
+    stored: bool = False
+    shadow: bool = False
+    ties: bool = False
+    probe: bool = False
 
 
 def site_code(policy: PrecisionPolicy, name: str) -> int:

@@ -43,6 +43,12 @@ def beside(table: pd.DataFrame, column: str, way: str) -> tuple[pd.DataFrame, pd
     return whole.div(whole[way], axis=0), spread.mul(quantile, axis=0)
 
 
+def separated(table: pd.DataFrame, column: str, ways) -> pd.Series:
+    """Whether each of these ways has a larger sum than each of the others, by seed."""
+    whole = table.groupby(["seed", "way"])[column].sum().unstack("way")
+    return whole[list(ways)].min(axis=1) > whole.drop(columns=list(ways)).max(axis=1)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Sum the errors of delta of one rounding at a time with the kept weights of a campaign."""
     tabulate(argv, main.__doc__, compare, 4096, "alone.parquet")

@@ -13,7 +13,7 @@ import pandas as pd
 from scipy import stats
 
 from lowprec import UserError
-from lowprec.studies.heads import summed
+from lowprec.studies.heads import end_of, summed, sums
 
 
 def relative_sum(probes: pd.DataFrame, after: int = -1, until: int | None = None) -> pd.Series:
@@ -25,6 +25,17 @@ def relative_sum(probes: pd.DataFrame, after: int = -1, until: int | None = None
     until = probes.step.max() if until is None else until
     sums = summed(probes, after, until, ["delta_bias", "delta_abs"])
     return sums.delta_bias / sums.delta_abs.where(sums.delta_abs > 0)
+
+
+def share(run, after: int, until: int, layer: int | None = None) -> float:
+    """sum eps / sum |eps| of all heads together, or of those of a layer: heads with large errors
+    count for more. Over the steps from `after`, left out, to `until`, and before an onset.
+
+    Raises `UserError` as `lowprec.studies.heads.sums` does.
+    """
+    found = sums(run, after, min(until, end_of(run) - 1))
+    total = (found if layer is None else found.loc[[layer]]).sum()
+    return float(total.delta_bias / total.delta_abs)
 
 
 def batch_means(series, batches: int = 10) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -49,6 +49,12 @@ def take_offs(
     return order.drop(columns="ratio").astype(int).reset_index(drop=True)
 
 
+def first_take_off(run, lag: int = 200, every: int = 200) -> float:
+    """Step of the first of the `take_offs` of a run, NaN without one: at probes so far apart as all
+    campaigns of the small model have them."""
+    return take_offs(run, lag=lag, every=every).step.min()
+
+
 def fastest(run, lag: int = 100, every: int | None = None) -> float:
     """The largest factor by which the σ(W_Q) of a head grows within `lag` steps, from step 600 on:
     how far the run is from a take-off, or past it. Arguments and errors as in `take_offs`."""

@@ -29,7 +29,7 @@ def load(run: runs.Run, step: int, device: str) -> dict[str, torch.Tensor]:
     not the run's own."""
     path = kept(run)[step]
     try:
-        weights = torch.load(path, map_location=device, weights_only=True)
+        weights = recorder.load_archive(path, device)
     except Exception as error:  # a damaged archive raises many types
         raise UserError(f"{path} holds no weights ({type(error).__name__}); restore it") from None
     if step == run.info["steps"] and recorder.weights_sha256(weights) != run.info["weights_sha256"]:
