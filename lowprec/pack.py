@@ -18,7 +18,8 @@ import pandas as pd
 import pyarrow as pa
 
 from lowprec import UserError, packed, runs
-from lowprec.plan import load_campaign, only_process
+from lowprec.campaign import only_process
+from lowprec.plan import load_campaign
 from lowprec.recorder import write_groups
 
 COLUMNS = dict(zip(packed.TABLES, (runs.METRICS, runs.PROBES), strict=True))
