@@ -20,7 +20,8 @@ import pyarrow as pa
 from lowprec import UserError
 from lowprec.records import files, packed, runs
 from lowprec.records.tables import write_groups
-from lowprec.training.plan import load_campaign, only_process
+from lowprec.training.campaign import only_process
+from lowprec.training.plan import load_campaign
 
 COLUMNS = dict(zip(packed.TABLES, (runs.METRICS, runs.PROBES), strict=True))
 
