@@ -46,7 +46,7 @@ MODES = ["nearest_away", "toward_zero", "stochastic"]
 CASES = [
     *((p, None) for p in (ALL_FP32, FA2, PAPER, LOW, *ONE_FIELD)),
     *((p, 64) for p in (FA2, PAPER, LOW, RELEASED)), (RELEASED, 32), (LOW, 128),
-    (RELEASED.replace(row_sum="removed"), 64),
+    (RELEASED.replace(row_sum="removed"), 64), (LOW.replace(l_floor=3.0), 32),
     (RELEASED.replace(delta_from="o_fp32"), 64), (PAPER.replace(delta_from="o_fp32"), None),
     *((PAPER.replace(shift=shift), tile) for shift in SHIFTS for tile in (None, 64)),
     *((p.replace(shift="mute(amplitude=8)", l_floor=1e-10), tile)
