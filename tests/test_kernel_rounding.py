@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -20,14 +20,14 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from conftest import family
-from kernel_checks import DEVICES
+from kernel_checks import DEVICES, inputs_on, run
 
 from lowprec.attention import attention
 from lowprec.attention.kernels import launch, rounding
 from lowprec.attention.kernels.rounding import dot, round_site, site_code
 from lowprec.numerics.agreement import sum_noise
 from lowprec.numerics.formats import ROUNDINGS, Format, keyed_bits, round_to
-from lowprec.numerics.policy import SITES, PrecisionPolicy
+from lowprec.numerics.policy import LOW, SITES, PrecisionPolicy
 
 # NumPy, which is behind the interpreter, remarks on every infinity and NaN that a case is about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -273,11 +273,39 @@ def test_the_launch_enters_the_device_of_the_tensors(monkeypatch):
         assert len(entered) == 1
 
 
+@pytest.mark.skipif(launch.NATIVE, reason="needs TRITON_INTERPRET=1")
+def test_every_kernel_is_launched_on_that_device(monkeypatch):
+    """Forward, dQ, dK with dV: on the device of q, also where another is current."""
+    inside, launched = [], []
+
+    @contextmanager
+    def entered(x):
+        inside.append(x)
+        yield
+        inside.pop()
+
+    class Spy:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            launched.extend(inside)
+            return self.kernel[grid]
+
+    monkeypatch.setattr(launch, "on_device", entered)
+    for module in (launch.fwd, launch.bwd):
+        for name in (name for name in vars(module) if name.endswith("_kernel")):
+            monkeypatch.setattr(module, name, Spy(getattr(module, name)))
+    q, k, v, do = inputs_on("cpu", n=16, d=16)
+    run(q, k, v, do, LOW)
+    assert len(launched) == 3 and all(x is q for x in launched)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("policy", ["FA2", "SAFE", "FA2+row_sum=removed", "LOW"])
 def test_attention_on_another_than_the_current_device(policy):
-    """Output and gradients are those of the first GPU, bit by bit, and so is a compiled call."""
+    """Output and gradients are those of the first GPU, bit by bit."""
     results = []
     for device in ("cuda:0", "cuda:1"):
         q, k, v, do = (x.to(device) for x in family("normal", (2, 3, 200, 64), device="cuda:0"))

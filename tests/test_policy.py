@@ -6,7 +6,19 @@ from conftest import family
 
 from lowprec import UserError
 from lowprec.attention.reference import emulate
-from lowprec.numerics.policy import FIELDS, LOW, PRESETS, SITES, PrecisionPolicy, Shift, Site
+from lowprec.numerics.policy import (
+    DITHER,
+    FA2,
+    FIELDS,
+    LOW,
+    PRESETS,
+    REDRAW,
+    SAFE,
+    SITES,
+    PrecisionPolicy,
+    Shift,
+    Site,
+)  # fmt: skip
 
 # In dataflow order. A field may change what stands behind its own value, never what stands before.
 ORDER = ("s", "x", "p_unnorm", "p", "l", "o_acc", "o", "o_fp32", "p_bwd", "dp", "delta", "ds",
@@ -97,12 +109,19 @@ def test_a_shift_keeps_every_digit_in_its_text(amplitude):
 def test_slugs_are_unique():
     policies = [LOW.replace(**{f: v}) for f in FIELDS for v in changes(f)]
     assert len({p.slug for p in policies}) == len(set(policies))
+    assert [PrecisionPolicy.parse(str(p)) for p in policies] == policies
 
 
 def test_what_draws_random_bits():
     drawing = ("o=bf16:stochastic", "shift=dither(amplitude=1)", "delta_from=o_redrawn")
     assert all(PrecisionPolicy.parse(f"FA2+{change}").draws for change in drawing)
     assert not any(policy.draws for policy in PRESETS.values())
+    assert not PrecisionPolicy.parse("FA2+s=fp32:stochastic").draws
+
+
+def test_every_stream_of_random_bits_is_its_own():
+    """By the numbers that book/notation.md names: another would redraw what runs recorded."""
+    assert (len(SITES), DITHER, REDRAW) == (12, 12, 13)
 
 
 def test_one_field_diff():
@@ -110,6 +129,16 @@ def test_one_field_diff():
     assert LOW.diff(other) == {"delta_from": ("o", "o_fp32")}
     assert str(other) == "LOW+delta_from=o_fp32"
     assert LOW.diff(LOW) == {}
+    assert other.slug == "low.delta_from-o_fp32"
+
+
+def test_of_two_changes_the_later_wins():
+    assert PrecisionPolicy.parse("FA2+o=fp32+o=fp16") == FA2.replace(o="fp16")
+
+
+def test_safe_is_fa2_with_delta_from_the_shadow_output():
+    """Its text is the long form: a recommendation may change, what runs recorded may not."""
+    assert PrecisionPolicy.parse("SAFE") == SAFE and str(SAFE) == "FA2+delta_from=o_fp32"
 
 
 def test_presets_are_the_design_table():
@@ -122,6 +151,7 @@ def test_presets_are_the_design_table():
         "RELEASED": ["s", "x", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds", "dq_acc",
                      "dkdv_acc"],
     }  # fmt: skip
+    assert {n: p.l_floor for n, p in PRESETS.items() if p.l_floor} == {"RELEASED": 1e-10}
 
 
 @pytest.mark.parametrize(
@@ -132,10 +162,13 @@ def test_presets_are_the_design_table():
         (lambda: LOW.replace(o="bf16:up"), ("field o", "up", "toward_zero")),
         (lambda: LOW.replace(delta_from="q"), ("delta_from", "o_split")),
         (lambda: LOW.replace(l_floor=-1), ("l_floor",)),
+        (lambda: LOW.replace(l_floor="inf"), ("l_floor", "finite")),
         (lambda: LOW.replace(l_floor="x"), ("l_floor",)),
         (lambda: LOW.replace(l_floor=None), ("l_floor",)),
         (lambda: LOW.replace(delta_bias="inf"), ("delta_bias", "finite")),
-        (lambda: LOW.replace(shift="beta(gama=1)"), ("shift", "gama")),
+        (lambda: LOW.replace(delta_bias="-inf"), ("delta_bias", "finite")),
+        (lambda: LOW.replace(shift="beta(gama=1)"), ("shift", "gama", "beta, gamma, tol")),
+        (lambda: LOW.replace(shift="offset(amplitude=x)"), ("shift", "amplitude=x", "number")),
         (lambda: LOW.replace(shift="mute(amplitude=1,tol=inf)"), ("shift", "tol", "finite")),
         (lambda: LOW.replace(shift="wild"), ("shift", "wild", "dither")),
         (lambda: PrecisionPolicy.parse("LOW+delta=o"), ("delta", "delta_from")),
@@ -153,3 +186,12 @@ def test_values_are_hashable_and_normalised():
     assert LOW.replace(o="bfloat16") == LOW and hash(LOW.replace(o="bfloat16")) == hash(LOW)
     assert str(Site.parse("bf16:stochastic")) == "bf16:stochastic"
     assert str(Shift.parse("beta(beta=7)")) == "beta(beta=7,gamma=0,tol=0)"
+    assert str(Shift.parse("beta")) == "beta(beta=2,gamma=0,tol=0)"
+
+
+def test_a_site_is_fp32_by_its_format_and_then_its_rounding_means_nothing():
+    assert Site.parse("fp32:stochastic") == Site.parse("fp32") and str(Site.parse("fp32")) == "fp32"
+    other = [Site.parse(text) for text in ("e7m23", "e8m24", "fp32_saturate")]
+    assert not any(site.is_fp32 for site in other)
+    policy = LOW.replace(s="fp32:toward_zero")
+    assert PrecisionPolicy.parse(str(policy)) == policy

@@ -154,6 +154,17 @@ def test_beta_rule_lowers_p_max_below_one_and_underflows():
     assert not clamped.o.isnan().any()
 
 
+def test_a_floor_does_not_fill_the_blocks_that_a_row_does_not_see():
+    """Keys of zero give each a weight of 1: a row's sum is the floor once for each block it sees,
+    of the later ones nothing, although their sum is below the floor, too."""
+    k = torch.zeros(1, 1, 96, 16)
+    t = emulate(k, k, k + 1, ALL_FP32.replace(l_floor=100.0), tile=32, do=k)
+    blocks = torch.arange(96) // 32 + 1
+    assert torch.equal(t.l[0, 0], 100.0 * blocks)
+    seen = torch.arange(96) + 1.0
+    torch.testing.assert_close(t.o[0, 0, :, 0], seen / (100 * blocks), rtol=1e-6, atol=0)
+
+
 def test_stochastic_sites_depend_on_seed_and_not_on_tiles_or_order():
     q, k, v, do = family("normal")
     policy = ALL_FP32.replace(s="bf16:stochastic", p_bwd="bf16:stochastic")
@@ -195,6 +206,13 @@ def test_row_without_keys():
     k = torch.full_like(k, float("-inf"))
     t = emulate(q.abs(), k, v, FA2, do=do)
     assert (t.o == 0).all() and (t.lse == float("-inf")).all() and (t.dv == 0).all()
+    assert torch.equal(t.ties[0, 0], torch.arange(4) + 1), "hidden keys are no ties"
+
+
+def test_gradients_take_the_dtype_of_the_inputs_and_the_rest_is_fp32():
+    t = emulate(*(inputs := family("normal", (1, 1, 8, 16)))[:3], LOW, do=inputs[3])
+    assert {getattr(t, name).dtype for name in ("dq", "dk", "dv")} == {torch.bfloat16}
+    assert {getattr(t, name).dtype for name in ("s", "o", "lse", "ds")} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -203,6 +221,9 @@ def test_row_without_keys():
         (lambda q, k, v: emulate(q, k[:, :, :5], v[:, :, :5], FA2), "causal"),
         (lambda q, k, v: emulate(q, k, v[..., :8], FA2), "alike"),
         (lambda q, k, v: emulate(q.float(), k, v, FA2), "dtype"),
+        (lambda q, k, v: emulate(q.double(), k.double(), v.double(), FA2), "impl='oracle'"),
+        (lambda q, k, v: emulate(q, k, v, FA2, seed=2**32), "seed=4294967296"),
+        (lambda q, k, v: emulate(q, k, v, FA2, seed=-1), "seed=-1"),
         (lambda q, k, v: emulate(q, k, v, FA2, tile=0), "tile=0"),
         (lambda q, k, v: oracle(q[0], k[0], v[0]), "head_dim"),
         (lambda q, k, v: oracle(q, k[..., 0], v[..., 0]), "head_dim"),

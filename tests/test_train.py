@@ -35,14 +35,7 @@ from lowprec.training import campaign, recorder
 from lowprec.training.capture import Capture
 from lowprec.training.config import PRESETS, TrainConfig
 from lowprec.training.data import shards as data
-from lowprec.training.loop import (  # fmt: skip
-    Group,
-    deterministic,
-    draw_seed,
-    learning_rate,
-    processes,
-    train,
-)
+from lowprec.training.loop import Group, deterministic, draw_seed, learning_rate, processes, train
 from lowprec.training.model import GPT, GPTConfig
 from lowprec.training.probes import spectral_norms
 from lowprec.training.recorder import Recorder

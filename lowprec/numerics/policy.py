@@ -30,8 +30,8 @@ makes, with any share of it and either sign.
 
 `row_sum` says what becomes of sum_j ds_ij, which is zero in exact arithmetic: "as_rounded", it
 stays in dQ, times the keys; "removed", dq_i = scale (sum_j ds_ij k_j - (sum_j ds_ij) c) with c the
-mean of all keys of the head and sequence, FP32, ds as it was rounded. That is the same dQ exactly,
-for any vector c and any mask.
+mean of all keys of the head and sequence, FP32, ds as it was rounded; the sum times c is taken off
+once, after the last rounding of dq_acc. That is the same dQ exactly, for any vector c and any mask.
 """
 
 from __future__ import annotations
@@ -61,10 +61,17 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Site:
-    """A storage format and the rounding into it, written "bf16" or "bf16:stochastic"."""
+    """A storage format and the rounding into it, written "bf16" or "bf16:stochastic".
+
+    FP32 keeps its value whatever the mode, so there the mode is always "nearest_even".
+    """
 
     fmt: Format
     rounding: str = "nearest_even"
+
+    def __post_init__(self):
+        if self.is_fp32:
+            object.__setattr__(self, "rounding", "nearest_even")
 
     @classmethod
     def parse(cls, text: str | Site) -> Site:
@@ -78,11 +85,11 @@ class Site:
 
     @property
     def is_fp32(self) -> bool:
-        """True where the FP32 value is kept as it is, whatever the mode."""
+        """True where the FP32 value is kept as it is."""
         return self.fmt.name == "fp32"
 
     def __str__(self) -> str:
-        plain = self.is_fp32 or self.rounding == "nearest_even"
+        plain = self.rounding == "nearest_even"
         return self.fmt.name if plain else f"{self.fmt.name}:{self.rounding}"
 
 

@@ -54,9 +54,7 @@ class Run:
     @property
     def policy(self):
         """What it was trained with, a `lowprec.numerics.policy.PrecisionPolicy`."""
-        from lowprec.numerics.policy import (
-            PrecisionPolicy,  # here, because reading runs needs no torch
-        )
+        from lowprec.numerics.policy import PrecisionPolicy
 
         return PrecisionPolicy.parse(self.info["config"]["policy"])
 

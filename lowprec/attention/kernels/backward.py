@@ -94,7 +94,7 @@ def sum_dq(
     b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, o_q, lo, hi, where, c: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys lo to hi to ds k and, with ROW_SUM, to the row sums of ds.  # [BM, D], [BM]"""
+    """Add the keys lo to hi to ds k and, with c.row_sum, to the row sums of ds.  # [BM, D], [BM]"""
     p_k, p_v, skt, svt = keys
     n, scale, who = where
     for first in range(lo, hi, c.bn):
@@ -115,10 +115,10 @@ def attention_bwd_dq_kernel(
 ):  # fmt: skip
     """One block of BM queries: delta, and dq = scale * ds k, in the inputs' dtype.
 
-    PROBE: also delta from the policy's o and from the unrounded o, and this block's sums of their
+    c.probe: also delta from the policy's o and from the unrounded o, and this block's sums of their
     difference, of its absolute value, and of the rows whose largest score is tied.
-    TILE: keys per rounding of dq's accumulator, 0 for one rounding at the end.
-    ROW_SUM: take the row sums of ds, times the mean key of the head and sequence, out of ds k.
+    c.tile: keys per rounding of dq's accumulator, 0 for one rounding at the end.
+    c.row_sum: take the row sums of ds, times the mean key of the head and sequence, out of ds k.
     """
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sob, soh, sot, sgb, sgh, sgt = (
         strides
@@ -266,7 +266,7 @@ def attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     """One block of BN keys: dk = scale * ds^T q and dv = p_bwd^T dO, in the inputs' dtype.
 
-    TILE: queries per rounding of the accumulators, 0 for one rounding at the end.
+    c.tile: queries per rounding of the accumulators, 0 for one rounding at the end.
     """
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sgb, sgh, sgt = strides
     n_blocks = tl.cdiv(n, c.bn)

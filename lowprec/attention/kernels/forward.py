@@ -1,6 +1,6 @@
 """The attention forward as a Triton kernel, every rounding of the policy explicit.
 
-A rounding block is `TILE` keys, or the whole row. Within it every p = exp(s - m) is formed against
+A rounding block is `tile` keys, or the whole row. Within it every p = exp(s - m) is formed against
 the block's final maximum, so its keys are read twice: first for the maximum, then for p and P V.
 Where a rounding block is one hardware block, both happen in one pass. Keys that some query of the
 block must not see are handled apart, so that the other blocks need no mask.
@@ -222,7 +222,7 @@ def attention_fwd_kernel(
 ):  # fmt: skip
     """One block of BM queries: o, lse, and if asked the stored o, the shadow o and the ties.
 
-    TILE: keys per rounding block, 0 for the whole row. EVEN: n is a multiple of BM and BN.
+    c.tile: keys per rounding block, 0 for the whole row. c.even: n is a multiple of BM and BN.
     """
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot = strides
     n_blocks = tl.cdiv(n, c.bm)

@@ -8,7 +8,8 @@ NATIVE=False values are FP32 as soon as they are loaded, rounded with integer op
 bit pattern and multiplied in FP32, which is exact for BF16 operands.
 
 Names: p_* pointers, o_* offsets, m_* masks, b_* block values; BM queries, BN keys, D head_dim;
-`who` is (seed, batch, head), which keys random words together with a row and a column.
+`c` is the kernel's `Constants`; `who` is (seed, batch, head), which keys random words together
+with a row and a column.
 """
 
 from dataclasses import dataclass
