@@ -41,11 +41,10 @@ def pack(campaign) -> str:
         if any(run.name not in there for run in recorded):
             _write(folder, recorded)
         left = {run.path: _left(folder, run) for run in recorded}
-        for path, files in left.items():
-            _clear(path, files)
+        for path, whole in left.items():
+            _clear(path, whole)
         shutil.rmtree(_aside(folder), ignore_errors=True)
-    files = [folder / name for name in _files()]
-    size = sum(file.stat().st_size for file in files) / 1e6
+    size = sum((folder / name).stat().st_size for name in _files()) / 1e6
     return f"{folder}: {len(recorded)} runs are packed in {', '.join(_files())}, {size:.2f} MB"
 
 
@@ -134,10 +133,10 @@ def _left(folder: Path, run: runs.Run) -> list[Path]:
     return left
 
 
-def _clear(path: Path, files: list[Path]) -> None:
+def _clear(path: Path, whole: list[Path]) -> None:
     """Remove from a run's folder what is packed."""
     (path / "run.json").unlink(missing_ok=True)  # first: without it the packed run is read
-    for file in files:
+    for file in whole:
         file.unlink()
     with contextlib.suppress(OSError):
         path.rmdir()
