@@ -28,12 +28,13 @@ BUILDER := $(wildcard book/*.yml book/*.bib book/_static/*) \
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md)) README.md data/README.md \
          $(shell find notebooks -name '*.claims.yml' -o -name '*.lock.json')
 
-# Side by side unless you say otherwise with -j: a page needs a core and up to 2.5 GB.
+# Side by side unless you say otherwise with -j: a page needs a core and up to 2.5 GB. Not with
+# `clean`, beside which nothing can be made.
 MEMORY := /proc/meminfo
 CORES  := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 ROOM   := $(if $(wildcard $(MEMORY)),$(shell awk '/^MemAvailable/ {print int($$2 / 2.5e6)}' $(MEMORY)))
 JOBS   := $(patsubst 0,1,$(firstword $(shell printf '%s\n' $(CORES) $(ROOM) | sort -n)))
-ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS)),)
+ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS))$(filter clean,$(MAKECMDGOALS)),)
 MAKEFLAGS += -j$(JOBS)
 endif
 

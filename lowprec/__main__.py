@@ -226,7 +226,33 @@ def claims(argv: list[str]) -> None:
     main(argv)
 
 
-COMMANDS = {f.__name__: f for f in (data, train, campaign, pack, verify, probe, notebook, claims)}
+def pages(argv: list[str]) -> None:
+    """Say where every page stands: its code, its words, its figures; a star is above the limit."""
+    import tyro
+
+    from lowprec.publish import limits
+    from lowprec.records.files import repo_root
+
+    def command(names: tyro.conf.Positional[tuple[str, ...]] = ()):
+        """Say where every page stands: its code, its words, its figures; a star is above the limit.
+
+        Args:
+            names: pages by the start of their names, such as 11; all by default. What a reader
+                sees is counted of those that make has executed.
+        """
+        measured = limits.pages(repo_root())
+        for name in names:
+            if not any(page.startswith(name) for page in measured):
+                known("page", name, measured)
+        some = {p: of for p, of in measured.items() if not names or p.startswith(tuple(names))}
+        print(limits.table(some))
+
+    tyro.cli(command, prog="python -m lowprec pages", args=argv)
+
+
+COMMANDS = {
+    f.__name__: f for f in (data, train, campaign, pack, verify, probe, notebook, claims, pages)
+}
 
 
 def known(kind: str, name: str, names) -> str:

@@ -123,6 +123,11 @@ def look_at(pages, viewport="desk", theme="light"):
     )  # fmt: skip
 
 
+def unfold(tab):
+    """Open what a reader can unfold."""
+    tab.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+
+
 def width_beyond(tab):
     """Pixels by which the page is wider than its window."""
     return tab.evaluate("document.documentElement.scrollWidth - window.innerWidth")
@@ -211,6 +216,7 @@ ILLUSTRATED = [p for p in CONTENT if "lowprec-figure" in (SITE / p).read_text()]
 
 @look_at(ILLUSTRATED)
 def test_figures_are_seen(tab, dark=False):
+    unfold(tab)
     figures = tab.locator("figure.lowprec-figure")
     assert figures.count() > 0
     for figure in figures.all():
@@ -242,6 +248,7 @@ def test_a_notebook_page_offers_its_sources_and_the_data_of_its_figures(tab):
     for i, figure in enumerate(names):
         if i % 8 == 0:
             tab.reload()  # Chromium stops the eleventh download of a page
+            unfold(tab)
         assert tab.locator(f"#figure-{figure}").count() == 1
         with tab.expect_download() as got:
             tab.locator(f"#figure-{figure} a.lowprec-data").click()

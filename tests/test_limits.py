@@ -1,0 +1,123 @@
+"""A page in the new form keeps within what a reader, and whoever changes it, can take in."""
+
+import json
+from pathlib import Path
+
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from lowprec.__main__ import main
+from lowprec.evidence.words import CLAIM_MIME, FIGURE_MIME
+from lowprec.publish import form, limits
+
+ROOT = Path(__file__).resolve().parent.parent
+CONVERTED = ["38_where_the_sign_comes_from"]
+"""Pages in the new form that are held to the limits."""
+
+
+def source(name):
+    return json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_source_of_a_page_keeps_within_the_limits(name):
+    nb = source(name)
+    assert form.is_new(nb)
+    assert limits.beyond(limits.of_source(nb)) == []
+
+
+@pytest.mark.book
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_page_keeps_within_the_limits(name):
+    page = json.loads((ROOT / "book" / "executed" / f"{name}.ipynb").read_text())
+    assert limits.beyond(limits.of_page(page)) == []
+
+
+# The measures
+
+
+def test_code_is_counted_without_blank_lines_and_prose_without_docstrings():
+    code = '''"""Not a docstring, but a text of eight words."""
+def f(x):
+    """A docstring of f is not prose at all."""
+    # A comment of five words
+
+    return f"{x} of the {len(x)} runs", "three words only"
+'''
+    cells = [new_markdown_cell("# A"), new_code_cell(code), new_code_cell("x = 1")]
+    measured = limits.of_source(new_notebook(cells=cells))
+    assert measured == {"code": 6, "strings": 9}
+
+
+def test_the_parts_of_a_text_are_one():
+    text = new_code_cell('f("two words "\n  f"and {n} more words")')
+    assert limits.of_source(new_notebook(cells=[text]))["strings"] == 5
+
+
+def output(data):
+    return new_output("display_data", data=data)
+
+
+def page(*cells):
+    head = "# A\n\n**Question.** Is it?\n\n**Answer.** In 0 of 8 runs, by 2.5 % of `x`. It is."
+    nb = new_notebook(cells=[new_markdown_cell(head), *cells])
+    nb.metadata["lowprec"] = {"seconds": 12.4}
+    return nb
+
+
+def test_what_a_reader_sees_is_counted():
+    figure = output({FIGURE_MIME: {"name": "x", "caption": "Two words."}})
+    folded = new_code_cell("x", outputs=[figure, output({CLAIM_MIME: {}})])
+    folded.metadata["tags"] = ["fold"]
+    box = output({CLAIM_MIME: {}, "text/markdown": ":::{tip} Yes\n:::"})
+    shown = new_code_cell("x", outputs=[figure, box, figure])
+    measured = limits.of_page(page(shown, folded))
+    assert measured == {
+        "words": 1 + 3 + 12 + 2 * 2 + 1, "boxes": 1, "figures": 1, "twice": 1, "answer": 11,
+        "numbers": 2, "sentence": 9, "seconds": 12,
+    }  # fmt: skip
+
+
+def test_a_lead_that_is_shown_again_is_twice():
+    assert limits.of_page(page(new_code_cell("x", id="first-figure")))["twice"] == 1
+
+
+def test_sentences_end_with_their_paragraph_item_or_stop():
+    text = """## A heading. With a stop
+
+One. Two *is.* `Three` is
+long, i.e. this. (Four?) And
+
+- five
+- six: δ is. Σ is
+
+| a | table. |
+
+```
+code. Here
+```
+"""
+    found = [" ".join(form.words(s)) for s in limits.sentences([text, "<table>No. No</table>"])]
+    assert [s for s in found if s] == [
+        "One.", "Two is.", "Three is long, i.e. this.", "(Four?)", "And", "five", "six: δ is.",
+        "Σ is",
+    ]  # fmt: skip
+
+
+def test_what_is_above_its_limit_is_said_and_starred():
+    measured = {"code": 251, "strings": 300, "words": 1201}
+    assert limits.beyond(measured) == [
+        "251 lines of code, where 250 is the most",
+        "1,201 words that are not folded, where 1,200 is the most",
+    ]
+    lines = limits.table({"11_a": measured, "12_b": {"code": 3, "strings": 0}}).split("\n")
+    assert lines[2].split() == ["11_a", "251*", "300", "1,201*"]
+    assert lines[3].split() == ["12_b", "3", "0"]
+
+
+def test_the_command_shows_the_pages_that_one_asks_for(capsys):
+    assert main(["pages", "11", "38_where_the_sign_comes_from"]) == 0
+    said = capsys.readouterr().out
+    assert "11_the_explosion" in said and "38_where" in said and "12_what_ran" not in said
+    assert main(["pages", "11_the_explosoin"]) == 2
+    assert "no page '11_the_explosoin': did you mean 11_the_exp" in capsys.readouterr().err
