@@ -114,7 +114,11 @@ def probe(model, text=None, policy=None, sequences=4, length=512, seed=0) -> pd.
     weights, folder = "the weights given", None
     if isinstance(model, (str, Path)):
         path = files.at_root(model)
-        if not path.exists() and path.suffix not in (".xz", ".safetensors"):
+        if (
+            not path.exists()
+            and not runs.is_run(path)
+            and path.suffix not in (".xz", ".safetensors")
+        ):
             raise UserError(
                 f"there is no {model}; give a folder, config.json, checkpoint.pt or capture"
             )
