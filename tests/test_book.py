@@ -17,7 +17,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 import pytest
 
 from lowprec.evidence.words import FIGURE_MIME
-from lowprec.publish.plots import MIN_SCALE, luminance
+from lowprec.publish.figure import MIN_SCALE, luminance
 
 pytestmark = pytest.mark.book
 

@@ -254,14 +254,14 @@ def test_the_commit_says_whether_the_code_had_changed(tmp_path, monkeypatch):
         who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         return subprocess.check_output(["git", *who, *words], cwd=tmp_path, text=True).strip()
 
-    code = tmp_path / "lowprec" / "runs.py"
-    code.parent.mkdir()
+    code = tmp_path / "lowprec" / "records" / "provenance.py"
+    code.parent.mkdir(parents=True)
     code.touch()
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "a")
     monkeypatch.delenv("LOWPREC_COMMIT", raising=False)
-    monkeypatch.setattr(runs, "__file__", str(code))
+    monkeypatch.setattr(provenance, "__file__", str(code))
     (tmp_path / "README.md").write_text("other")
     assert provenance.git_commit() == git("rev-parse", "HEAD")
     code.write_text("changed")

@@ -259,8 +259,8 @@ def same_beginning(run, other):
 
 def rises(run, rise, monkeypatch):
     """The explosion of a run by a rule with another rise, and half of it as the way back."""
-    monkeypatch.setattr(runs, "RISE", rise)
-    monkeypatch.setattr(runs, "RETURN", rise / 2)
+    monkeypatch.setattr(explosion, "RISE", rise)
+    monkeypatch.setattr(explosion, "RETURN", rise / 2)
     return explosion.find_explosion(run.metrics.loss)
 
 
@@ -419,7 +419,7 @@ def test_with_twelve_layers_it_does(recorded, monkeypatch):
 
 def test_less_patience_moves_onsets_of_low(recorded, monkeypatch):
     before = [run.explosion.onset for run in chosen(recorded, "mini", "low")]
-    monkeypatch.setattr(runs, "PATIENCE", 100)
+    monkeypatch.setattr(explosion, "PATIENCE", 100)
     after = [
         explosion.find_explosion(r.metrics.loss).onset for r in chosen(recorded, "mini", "low")
     ]
@@ -434,7 +434,7 @@ def test_heads_take_off_and_the_loss_comes_back(recorded, monkeypatch):
     high = [sum(excess(run).max() > 1 for run in some) for some in (decay, untied, loud)]
     assert high == [1, 0, 3] and all(excess(run).max() > 0.5 for run in loud), MEND
     for patience, some, exploded in ((300, decay, (1, 4)), (100, loud, (2, 4))):
-        monkeypatch.setattr(runs, "PATIENCE", patience)
+        monkeypatch.setattr(explosion, "PATIENCE", patience)
         found = [explosion.find_explosion(run.metrics.loss) is not None for run in some]
         assert (sum(found), len(found)) == exploded, MEND
 
@@ -555,7 +555,7 @@ def test_pytorch_chose_its_flash_kernel(recorded):
 
 
 def test_less_patience_counts_one_more_run_of_pytorch(recorded, monkeypatch):
-    monkeypatch.setattr(runs, "PATIENCE", 300)
+    monkeypatch.setattr(explosion, "PATIENCE", 300)
     found = {
         run.seed: explosion.find_explosion(run.metrics.loss)
         for run in chosen(recorded, "production", "sdpa")
@@ -1095,7 +1095,7 @@ def test_scores_in_fp32_fail_as_well_and_blocks_are_sooner(recorded, monkeypatch
     assert (sum(sooner), len(sooner)) == (2, 4), "page 47's first paragraph, changelog"
     high = [np.flatnonzero(excess(run) >= 0.5)[0] + 600 for run in wide]
     assert all(step < shorter[run.seed] for step, run in zip(high, wide, strict=True)), MEND
-    monkeypatch.setattr(runs, "PATIENCE", 300)
+    monkeypatch.setattr(explosion, "PATIENCE", 300)
     again = [explosion.find_explosion(run.metrics.loss).onset < shorter[run.seed] for run in wide]
     assert sum(again) == 3, MEND
     monkeypatch.undo()

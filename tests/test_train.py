@@ -180,7 +180,7 @@ def test_a_run_that_dies_at_once_leaves_nothing(tmp_path):
 
 
 def test_it_stops_after_an_explosion(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "find_explosion", lambda loss: explosion.Explosion(3, True))
+    monkeypatch.setattr(explosion, "find_explosion", lambda loss: explosion.Explosion(3, True))
     run = train(small(steps=40, stop_after_explosion=6), tmp_path / "a")
     assert run.info["ended"] == "explosion" and len(run.metrics) == 10
 
@@ -305,7 +305,7 @@ def test_a_record_says_what_made_which_steps(tmp_path, monkeypatch):
     there = here | dict(hardware="H", commit="c")
     stop_in_step(3, config, tmp_path / "a", monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "provenance", lambda device: there)
+        patch.setattr(provenance, "provenance", lambda device: there)
         stop_in_step(5, config, tmp_path / "a", monkeypatch)
     stop_in_step(6, config, tmp_path / "a", monkeypatch)
     run = train(config, tmp_path / "a", resume=True)
@@ -700,7 +700,7 @@ def test_the_window_of_micro_batches_is_that_of_the_batch(tmp_path):
 
 
 def test_the_onset_keeps_300_steps_before_and_50_after(monkeypatch):
-    monkeypatch.setattr(runs, "find_explosion", lambda losses: explosion.Explosion(700, True))
+    monkeypatch.setattr(explosion, "find_explosion", lambda losses: explosion.Explosion(700, True))
     watch = object.__new__(Recorder)
     watch.metrics, watch.onset, watch.step = [], [], 1000
     watch.recent = [np.full((1, 2, 3), step) for step in range(200, 1000)]
@@ -865,7 +865,7 @@ def test_the_rolling_captures_before_an_explosion_stay(tmp_path, monkeypatch):
     def rising(losses):
         return explosion.Explosion(5, len(losses) > 9) if len(losses) > 6 else real(losses)
 
-    monkeypatch.setattr(runs, "find_explosion", rising)
+    monkeypatch.setattr(explosion, "find_explosion", rising)
     config = small(policy="LOW", steps=40, capture_every=1, capture_keep=3, stop_after_explosion=4)
     run = train(config, tmp_path / "a")
     kept = sorted(int(n[5:11]) for n in contents(tmp_path / "a" / "captures"))

@@ -7,7 +7,7 @@ It is written once and never overwritten. A campaign is a folder of run folders 
 see `lowprec.records.packed`, and are read as before. `data/manifest.json` holds a sha256 of
 everything in `data/`.
 
-What happened to a run is decided here and nowhere else, by `find_explosion`.
+What happened to a run is decided in `records.explosion` and nowhere else.
 """
 
 from __future__ import annotations
