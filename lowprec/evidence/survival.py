@@ -309,7 +309,8 @@ def _permutation(base: pd.DataFrame, other: pd.DataFrame) -> float:
     times, deaths = np.unique(ends[exploded], return_counts=True)
     risk = ends[:, None] >= times
     every = risk.sum(0)
-    share, spread = deaths / every, deaths * (every - deaths) / (every**2 * np.maximum(every - 1, 1))
+    share = deaths / every
+    spread = share * (every - deaths) / (every * np.maximum(every - 1, 1))
 
     def statistic(one, other, axis=-1):
         """Log-rank, of many pairs of arms at once: an arm is the numbers of its runs, on the last

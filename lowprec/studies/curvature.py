@@ -5,10 +5,10 @@ derivatives of the loss L with respect to the outputs, dO . err = (dL/dO) . err 
 The first term has the mean 0 if err is drawn at random with the mean 0, or, whatever err is, if the
 labels follow the model without the error; the second has the sign of the curvature. With err and
 -err on one batch, half the sum of the two dO . err is the even part, err . H err up to fourth
-order, and half their difference the odd part. The model is FP32 without autocast. All that the page asks
-takes a minute of one core, so it reads tables:
+order, and half their difference the odd part. The model is FP32 without autocast. What the page
+asks takes a minute of one core, so it reads tables:
 
-    python -m lowprec.studies.curvature data/curvature      four of them, DATE-NAME.parquet
+    python -m lowprec.studies.curvature data/studies/curvature      DATE-NAME.parquet, four of them
 """
 
 from contextlib import ExitStack, contextmanager
@@ -207,7 +207,8 @@ def signs(model, text, batches, size, bits, generator) -> pd.DataFrame:
             ways = dict(zip(("as it is", "flipped"), sums, strict=True))
             ways["kept out"] = head_sums((gradient * errors).sum(-1))
             if rounding == "nearest_even" and b == decided and number < CHECKED:
-                ways[HESSIAN] = curvature(model, *batch, errors).double().sum((1, 3))[None]
+                product = curvature(model, *batch, errors).double().sum((1, 3))
+                ways[HESSIAN] = torch.stack([product, *torch.full_like(sums[0][:2], torch.nan)])
             found += [
                 (number, rounding, b, way, layer, head, *sums[:, layer, head].tolist())
                 for way, sums in ways.items()

@@ -1,9 +1,9 @@
 """Tables that a study measures in a minute or more and its page reads at once.
 
-A table lies in data/STUDY as DATE-NAME.parquet. Its footer says when and on what it was made, by
-which code, and with which parameters. A page that is given other parameters than any table was made
-with measures anew, with the same function; otherwise it makes a small part of a table again and
-compares it, with `agreement`.
+A table lies in data/studies/STUDY as DATE-NAME.parquet. Its footer says when and on what it was
+made, by which code, and with which parameters. A page that is given other parameters than any table
+was made with measures anew, with the same function; otherwise it makes a small part of a table
+again and compares it, with `agreement`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lowprec.records.tables import write_table
 
 
 def recorded(study: str, **parameters) -> dict[str, pd.DataFrame]:
-    """The newest tables in data/STUDY by name, of those made with these parameters; {} if none."""
+    """The newest tables of a study by name, of those made with these parameters; {} if none."""
     found = {}
-    for path in sorted((files.data_root() / study).glob("*.parquet")):
+    for path in sorted((files.data_root() / "studies" / study).glob("*.parquet")):
         table = pd.read_parquet(path)
         if table.attrs["parameters"] == parameters:
             found[path.stem[len("2026-11-26-") :]] = table
@@ -61,7 +61,7 @@ def record(folder: Path, measure: Callable, **parameters) -> list[Path]:
 def command(study: str, doc: str, measure: Callable, argv=None, **parameters) -> None:
     """The command of a study: its tables, with its page's own parameters, written into a folder."""
     parser = argparse.ArgumentParser(prog=f"python -m lowprec.studies.{study}", description=doc)
-    parser.add_argument("folder", type=Path, help=f"where the tables go, data/{study} in this book")
+    parser.add_argument("folder", type=Path, help=f"for the tables; data/studies/{study} here")
     for path in record(parser.parse_args(argv).folder, measure, **parameters):
         print(path)
 
