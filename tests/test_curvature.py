@@ -7,18 +7,31 @@ import pytest
 import torch
 
 from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.studies import dated
 from lowprec.studies.curvature import (
+    CHECKED,
+    FINE,
+    HESSIAN,
+    PARAMETERS,
+    ROUNDED,
+    antithetic,
     common_tokens,
     curvature,
     draw_batch,
     expected_gradient,
     head_sums,
+    labels,
     output_gradient,
     predict,
     rounding_error,
+    signs,
     site_errors,
+    sites,
+    texts,
     train_small,
+    whole,
 )
+from lowprec.studies.curvature import SIZES as PAGE_SIZES
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=20)
 
@@ -126,3 +139,76 @@ def test_errors_of_a_site_are_those_of_the_unrounded_pass(small):
     spread = factor.std(-1) / factor.abs().amax(-1).clamp(min=1e-3)
     assert spread.median() < 1e-3, "one factor on the whole row"
     assert torch.equal(output_gradient(model, *batch)[0], outputs), "the model is as it was"
+
+
+@pytest.fixture(scope="module")
+def text():
+    return torch.randint(20, (150,), generator=torch.Generator().manual_seed(3))
+
+
+def test_signs_are_the_sums_of_both_signs_and_the_curvature_is_their_mean(small, text):
+    model = small[0]
+    table = signs(model, text, 2, 4, 1, torch.Generator().manual_seed(4))
+    assert table.groupby("way").size().to_dict() == {
+        **dict.fromkeys(("as it is", "flipped", "kept out"), 2 * 6 * 4), HESSIAN: 2 * 4,
+    }  # fmt: skip
+    batch = draw_batch(text, 4, 12, torch.Generator().manual_seed(4))
+    outputs, gradient = output_gradient(model, *batch)
+    errors = rounding_error(outputs, 3)
+    some = table.query("batch == 0 and rounding == 'nearest_even' and bits == 3").set_index("way")
+    plus, minus = antithetic(model, batch, errors)
+    for way, sums in (("as it is", plus), ("flipped", minus)):
+        assert some.loc[way, ["eps", "abs", "squares"]].to_numpy().T.ravel().tolist() == (
+            sums.flatten().tolist()
+        )
+    kept_out = head_sums((gradient * errors).sum(-1))
+    assert some.loc["kept out", "squares"].tolist() == kept_out[2].flatten().tolist()
+    even = ((plus + minus)[0] / 2).numpy().ravel()
+    np.testing.assert_allclose(some.eps[HESSIAN], even, rtol=0.1, atol=0.05 * abs(even).max())
+
+
+def test_a_whole_text_is_read_once_by_each_model(small, text):
+    table = whole({5: small[0], 6: small[0]}, text[:101], 4, 1)
+    assert table.seed.tolist() == [5, 5, 6, 6] and table.piece.tolist() == [0, 1, 0, 1]
+    batch = text[:48].view(4, 12), text[1:49].view(4, 12)
+    errors = rounding_error(output_gradient(small[0], *batch)[0], 1)
+    plus, minus = (x[0].sum().item() for x in antithetic(small[0], batch, errors))
+    assert table.even[0] == pytest.approx((plus + minus) / 2)
+    assert table.odd[0] == pytest.approx((plus - minus) / 2)
+
+
+def test_the_first_term_is_there_where_labels_do_not_follow_the_model(small, text, monkeypatch):
+    table = labels(small[0], text, 2, 4, 3, torch.Generator().manual_seed(4))
+    assert len(table) == 2 * (3 + 3 + 2)
+    coarse = table[(table.bits == 3) & (table.rounding == "toward_zero")].set_index("follow")
+    own, rounded = coarse.loc["the model"], coarse.loc["the rounded model"]
+    assert (own["first"].abs() < 0.05 * own.even).all() and (own.even > 0).all()
+    assert (rounded.eps.abs() < 0.05 * rounded.even).all()
+    fine = table[table.bits == FINE].groupby("follow")["first"].sum()
+    assert abs(fine["power 0.9"]) > 3 * abs(fine["power 0.98"]) > 0
+
+
+def test_each_site_is_rounded_alone(small, text):
+    table = sites(small[0], text, 2, 4, torch.Generator().manual_seed(4))
+    assert table.rounded.tolist() == 2 * list(ROUNDED)
+    batch = draw_batch(text, 4, 12, torch.Generator().manual_seed(4))
+    o = rounding_error(output_gradient(small[0], *batch)[0], 4)
+    assert table.output[0] == pytest.approx((o.double() ** 2).sum().item(), rel=0.05)
+    by_site = table.groupby("rounded").output.sum()
+    assert by_site["P, a bit less"] > 2 * by_site["weights P"]
+
+
+def test_a_row_of_the_recorded_table_comes_out_again():
+    """As near as another CPU's order of sums leaves the model that it trains."""
+    size, seed = PARAMETERS["size"], PARAMETERS["seed"]
+    train, held_out = texts()
+    model, _ = train_small(train, PARAMETERS["train_steps"], size, seed, **PAGE_SIZES)
+    bits = PARAMETERS["bits"]
+    again = signs(model, held_out, 1, size, bits, torch.Generator().manual_seed(seed))
+    table = dated.recorded("curvature", **PARAMETERS)["signs"]
+    assert table[table.way == HESSIAN].batch.nunique() == CHECKED
+    then = table[table.batch == 0].reset_index(drop=True)
+    names = ["rounding", "bits", "way", "layer", "head"]
+    assert then[names].equals(again[names])
+    totals = [t.groupby(names[:3])["abs"].sum().drop(index=HESSIAN, level=2) for t in (then, again)]
+    np.testing.assert_allclose(*totals, rtol=0.1)

@@ -221,7 +221,7 @@ def signs(model, text, batches, size, bits, generator) -> pd.DataFrame:
 def whole(models, text, size, bits) -> pd.DataFrame:
     """The even and the odd part of the sum of eps, rounded to nearest, of all of a text, in pieces
     of `size` sequences. models: {seed: model}."""
-    length = SIZES["block_size"]
+    length = next(iter(models.values())).config.block_size
     pieces = [x[: len(x) // length // size * size * length].view(-1, size, length)
               for x in (text[:-1], text[1:])]  # fmt: skip
     found = []
