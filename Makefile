@@ -46,7 +46,7 @@ book: book/_build/.stamp
 venv: $(VENV)
 
 test: $(VENV)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
 # One process: tests that share the GPU would also share its memory.
 gpu-check: $(VENV)
