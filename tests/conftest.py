@@ -1,6 +1,7 @@
 """Shared inputs: families that show different roundings, and a stand-in for the tokenizer."""
 
 import os
+import sys
 
 # Triton decides when its kernels are defined whether to interpret them, so this comes first.
 if not os.environ.get("LOWPREC_GPU_TESTS"):
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# As `lowprec.publish.notebook.main` does: jsonschema would build a grammar of web addresses from
+# it, which takes each worker three seconds.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 
 def pytest_configure():

@@ -347,6 +347,8 @@ def test_a_result_survives_the_notebook_file(folder):
                   "qiu2025", "Supported if below 0.",
                   "Would refute it: the mean error is 0 or positive"):  # fmt: skip
         assert words in data["text/markdown"]
+    one = claims.check("bias", -0.25, 1, folder=folder(ENTRY))
+    assert one.measured() == "mean error in ulp: −0.25, n = 1 sum, 8 needed"
     units = judged(folder, EXPLODES, SEEDS)
     assert claims.Result.from_dict(json.loads(json.dumps(units.as_dict()))) == units
 

@@ -650,6 +650,16 @@ def test_bit_fields_are_the_stored_bits(fmt, dtype):
         (lambda: E4M3.replace(overflow="inf"), "nan, saturate"),
         (lambda: round_to(torch.ones(2), "bf16", "nearest"), "nearest_even"),
         (lambda: round_to(torch.ones(2), "bf16", "stochastic"), "torch.Generator"),
+        (
+            lambda: round_to(
+                torch.ones(2), BF16, "stochastic", torch.Generator(), torch.zeros(2).long()
+            ),
+            "either generator",
+        ),
+        (
+            lambda: round_to(torch.ones(2, device="meta"), BF16, "stochastic", torch.Generator()),
+            "generator is on cpu and x on meta",
+        ),
         (lambda: round_to(torch.ones(2).bfloat16(), "e4m3"), "torch.bfloat16"),
         (lambda: round_to(1.5, "e4m3"), "x is float"),
         (lambda: round_to(torch.ones(2), "e9m5"), r"x.double\(\)"),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import IPython
 import nbformat
 import pytest
+import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lowprec import UserError
@@ -86,6 +87,20 @@ def test_a_notebook_without_a_parameters_cell_is_told(monkeypatch):
     kernel(monkeypatch, "x: int = 1")
     with pytest.raises(UserError, match='must declare profile: str = "recorded"'):
         notebook.check_parameters()
+
+
+def test_a_page_starts_with_its_parameters_checked_and_one_thread(monkeypatch):
+    names = kernel(monkeypatch, PARAMETERS, "# Parameters\nlr = 1\n")
+    torch.set_num_threads(2)
+    page = notebook.Page()
+    assert (page.profile, type(names["lr"]), torch.get_num_threads()) == ("recorded", float, 1)
+    assert list(page.captures("low-c-seed*.xz")) == ["low-c-seed6-1230"]
+    assert page.captures("gpt2/low-*.xz")
+    with pytest.raises(UserError, match="no capture in data/captures is called fa3"):
+        page.captures("fa3*.xz")
+    kernel(monkeypatch, PARAMETERS, "# Parameters\nsedes = 5\n")
+    with pytest.raises(UserError, match="no parameter 'sedes'"):
+        notebook.Page()
 
 
 def test_values_from_the_command_line_get_papermills_types():

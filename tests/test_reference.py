@@ -209,6 +209,12 @@ def test_row_without_keys():
     assert torch.equal(t.ties[0, 0], torch.arange(4) + 1), "hidden keys are no ties"
 
 
+def test_a_row_whose_sum_underflows_gives_nan_and_no_gradient_to_v():
+    q, k, v, do = family("normal", (1, 1, 8, 16))
+    t = emulate(q, k, v, FA2.replace(shift="offset(amplitude=200)"), do=do)
+    assert (t.l == 0).all() and t.o.isnan().all() and (t.dv == 0).all()
+
+
 def test_gradients_take_the_dtype_of_the_inputs_and_the_rest_is_fp32():
     t = emulate(*(inputs := family("normal", (1, 1, 8, 16)))[:3], LOW, do=inputs[3])
     assert {getattr(t, name).dtype for name in ("dq", "dk", "dv")} == {torch.bfloat16}

@@ -412,10 +412,11 @@ def _forever(folder):
     train(small(steps=10**6, checkpoint_every=3), folder)
 
 
-def test_killed_at_random_moments_a_run_keeps_its_last_flush(tmp_path, server):
-    """20 times SIGKILL: the folder reads, has every step up to the last flush, and no gap."""
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_a_run_keeps_its_last_flush(tmp_path, server, kills):
+    """At each SIGKILL the folder reads, has every step up to the last flush, and no gap."""
     draw, kept = random.Random(0), 0
-    for i in range(20):
+    for i in range(kills):
         process = server.Process(target=_forever, args=(tmp_path / str(i),))
         process.start()
         part = tmp_path / f".{i}.part"
@@ -557,6 +558,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_four_processes_go_on_as_if_never_stopped(tmp_path, monkeypatch):
     """Sums of two do not depend on their order, those of four do, and DDP changes it once."""
     (tmp_path / "keeps.py").write_text(KEEPS)

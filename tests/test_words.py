@@ -17,3 +17,12 @@ def test_a_span_has_both_ends_or_one():
     assert words.span({"a": 1.001, "b": 1.002}.values()) == "1.00"
     assert words.span((x for x in (1000, 2)), "{:,}") == "2 to 1,000"
     assert words.span([]) == "none"
+
+
+def test_a_number_is_whole_short_or_in_full():
+    for value, short, full in (
+        (True, "true", "true"), (False, "false", "false"), (-1234567, "−1,234,567", "−1,234,567"),
+        (3.0, "3", "3"), (-1e-7, "−1e−07", "−1e−07"), (1e16, "1e+16", "1e+16"),
+        (1.00048828125, "1", "1.00048828125"), (-0.12345678, "−0.1235", "−0.12345678"),
+    ):  # fmt: skip
+        assert (words.number(value), words.number(value, exact=True)) == (short, full)

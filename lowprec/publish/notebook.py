@@ -96,11 +96,16 @@ class Page:
         torch.set_num_threads(1)
 
     def captures(self, pattern: str = "*.xz") -> dict:
-        """The recorded captures in data/captures that match, by name: {name: Capture}."""
+        """The recorded captures in data/captures that match, by name: {name: Capture}.
+
+        Raises `UserError` if there is none.
+        """
         from lowprec.records.files import data_root
         from lowprec.training.capture import Capture
 
         paths = sorted((data_root() / "captures").glob(pattern))
+        if not paths:
+            raise UserError(f"no capture in data/captures is called {pattern}")
         return {path.stem: Capture.load(path) for path in paths}
 
 
