@@ -2,18 +2,53 @@
 
 The gradient of a head's W_Q is sum_i dQ_i x_i^T. Computed with the roundings of a policy it differs
 from the float64 gradient at the same inputs by everything that the backward rounds, delta among it.
-So a remedy can be judged by what it leaves, without saying first where the error comes from.
+So a remedy can be judged by what it leaves, without saying first where the error comes from. With
+some draws of each random rounding that takes a while, so the page reads a table:
+
+    python -m lowprec.studies.rivals data/studies/rivals        DATE-left.parquet
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import pandas as pd
 import torch
 
+from lowprec import entry
 from lowprec.attention.reference import oracle
 from lowprec.evidence.survival import LEVEL
+from lowprec.records.files import data_root
+from lowprec.studies import dated
+from lowprec.studies.stabilised import retrace
+from lowprec.training.capture import Capture
 from lowprec.training.rotary import rotate
+
+PARAMETERS = dict(draws=24)
+"""Those of the page."""
+FAILING = {
+    "fa2-a 1520": "fa2-a-seed1-1520",
+    "fa2-a 1680": "fa2-a-seed1-1680",
+    "fa2-b 1580": "fa2-b-seed4-1580",
+    "low-c 1230": "low-c-seed6-1230",
+}
+CAPTURES = FAILING | {"healthy": "low-c-healthy-seed6-1230"}
+"""A name to that of a file in data/captures."""
+REMEDIES = {
+    "O drawn anew (control)": dict(delta_from="o_redrawn"),
+    "stochastic O": dict(delta_from="o", o="bf16:stochastic"),
+    "ℓ from rounded p": dict(delta_from="o", l_from="p_rounded"),
+    "Ō in FP32": dict(delta_from="o", o_acc="fp32"),
+    "δ from FP32 O": dict(delta_from="o_fp32"),
+    "δ from O + residual": dict(delta_from="o_split"),
+    "δ from P∘dP": dict(delta_from="dp"),
+    "centred keys": dict(delta_from="o"),
+    "centred, FP32 O": dict(delta_from="o_fp32"),
+    "all in FP32": dict.fromkeys("s p l o_acc o dodo dp p_bwd ds".split(), "fp32"),
+}
+"""A change to the fields of the policy that it sets; those called centred change the keys, too."""
+RANDOM = ("O drawn anew (control)", "stochastic O")
 
 
 def query_gradient(capture, dq) -> torch.Tensor:
@@ -48,6 +83,37 @@ def delta_error(t) -> torch.Tensor:
     return (t.delta - t.delta_ref).double()
 
 
+def load_captures() -> dict[str, Capture]:
+    """The captures of CAPTURES by name."""
+    folder = data_root() / "captures"
+    return {name: Capture.load(folder / f"{stem}.xz") for name, stem in CAPTURES.items()}
+
+
+def left(capture, draws: int) -> pd.DataFrame:
+    """What each of REMEDIES leaves of a capture's errors, a row a change.
+
+    left: size of the gradient's error, as a share of that with delta from the stored O, the root
+    mean square over `draws` of each of RANDOM; size: the same of the sum of |delta's error|, mean.
+    """
+    exact, base = exact_gradient(capture), retrace(capture, delta_from="o")
+    wrong, size, rows = gradient_error(capture, base, exact), delta_error(base).abs().sum(), []
+    for name, change in REMEDIES.items():
+        some = centred(capture) if name.startswith("centred") else capture
+        found = [retrace(some, seed, **change) for seed in range(draws if name in RANDOM else 1)]
+        squares = [gradient_error(capture, t, exact) ** 2 for t in found]
+        sizes = [(delta_error(t).abs().sum() / size).item() for t in found]
+        mean = math.fsum(squares) / len(found)
+        rows.append((name, math.sqrt(mean) / wrong, math.fsum(sizes) / len(found)))
+    return pd.DataFrame(rows, columns=["change", "left", "size"])
+
+
+def measure(draws: int) -> dict[str, pd.DataFrame]:
+    """The table `left` of all CAPTURES, the name in the column `capture`."""
+    captures = load_captures()
+    tables = [left(capture, draws).assign(capture=name) for name, capture in captures.items()]
+    return dict(left=pd.concat(tables, ignore_index=True))
+
+
 def effect(row, base) -> str:
     """One word on an arm of training: what became of the time, or its verdict if no run exploded or
     it has fewer than four.
@@ -60,3 +126,12 @@ def effect(row, base) -> str:
     if row.p_holm >= LEVEL:
         return "not resolved"
     return "postpones" if row["median"] > base["median"] else "hastens"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure what changes of rounding leave of the error of captured gradients."""
+    dated.command("rivals", main.__doc__, measure, argv, **PARAMETERS)
+
+
+if __name__ == "__main__":
+    entry(main)
