@@ -8,7 +8,7 @@ import pytest
 from lowprec import UserError
 from lowprec.publish.notebook import declared_parameters
 from lowprec.records import files
-from lowprec.studies import curvature, dated
+from lowprec.studies import curvature, dated, rivals
 
 
 def measured(size):
@@ -68,7 +68,10 @@ def test_numbers_made_again_are_those_of_the_table_or_an_error_names_the_first(f
 
 @pytest.mark.parametrize(
     ("study", "page", "parameters"),
-    [("curvature", "37_bias_without_ties", curvature.PARAMETERS)],
+    [
+        ("curvature", "37_bias_without_ties", curvature.PARAMETERS),
+        ("rivals", "42_rivals", rivals.PARAMETERS),
+    ],
 )
 def test_the_book_has_the_tables_with_the_parameters_of_the_page(study, page, parameters):
     cells = json.loads((files.repo_root() / f"notebooks/{page}.ipynb").read_text())["cells"]

@@ -6,12 +6,19 @@ import torch
 
 from lowprec.attention.reference import oracle
 from lowprec.records.files import data_root
+from lowprec.studies import dated
 from lowprec.studies.rivals import (
+    CAPTURES,
+    PARAMETERS,
+    RANDOM,
+    REMEDIES,
     centred,
     delta_error,
     effect,
     exact_gradient,
     gradient_error,
+    left,
+    load_captures,
     query_gradient,
 )
 from lowprec.studies.stabilised import retrace
@@ -59,6 +66,39 @@ def test_the_error_of_delta_is_of_the_one_used(healthy):
     assert (delta_error(t) == 0).all() and (t.delta_o != t.delta_ref).any()
     t = retrace(healthy, delta_from="o")
     assert torch.equal(delta_error(t), (t.delta_o - t.delta_ref).double())
+
+
+def test_what_a_remedy_leaves_is_a_share_of_the_error_and_random_ones_are_averaged(healthy):
+    table = left(healthy, draws=2).set_index("change")
+    assert list(table.index) == list(REMEDIES)
+    exact, base = exact_gradient(healthy), retrace(healthy, delta_from="o")
+
+    def leaves(**change):
+        t = retrace(healthy, **change)
+        size = delta_error(t).abs().sum() / delta_error(base).abs().sum()
+        return gradient_error(healthy, t, exact), size.item()
+
+    wrong = gradient_error(healthy, base, exact)
+    error, size = leaves(delta_from="dp")
+    assert table.loc["δ from P∘dP"].tolist() == pytest.approx([error / wrong, size])
+    draws = [leaves(seed=seed, delta_from="o_redrawn") for seed in (0, 1)]
+    (a, b), sizes = zip(*draws, strict=True)
+    expected = [((a**2 + b**2) / 2) ** 0.5 / wrong, sum(sizes) / 2]
+    assert a != b and table.loc[RANDOM[0]].tolist() == pytest.approx(expected)
+    assert table.left["Ō in FP32"] == 1, "FA2 keeps it in FP32 anyway"
+
+
+def test_a_column_of_the_recorded_table_comes_out_again():
+    """But for the random roundings; as near as another CPU's order of sums leaves it."""
+    table = dated.recorded("rivals", **PARAMETERS)["left"]
+    assert table.groupby("capture", sort=False).size().to_dict() == dict.fromkeys(
+        CAPTURES, len(REMEDIES)
+    )
+    name = "low-c 1230"
+    then = table[table.capture == name].set_index("change").drop(index=list(RANDOM))
+    again = left(load_captures()[name], 1).set_index("change").drop(index=list(RANDOM))
+    assert again.left.to_dict() == pytest.approx(then.left.to_dict(), rel=0.02)
+    assert again["size"].to_dict() == pytest.approx(then["size"].to_dict(), rel=0.02, abs=1e-6)
 
 
 @pytest.mark.parametrize(
