@@ -8,7 +8,7 @@ import pytest
 from lowprec import UserError
 from lowprec.publish.notebook import declared_parameters
 from lowprec.records import files
-from lowprec.studies import curvature, dated, rivals
+from lowprec.studies import curvature, dated, probing, rivals
 
 
 def measured(size):
@@ -83,3 +83,14 @@ def test_the_book_has_the_tables_with_the_parameters_of_the_page(study, page, pa
     assert dated.recorded(study, **parameters)
     for path in (files.data_root() / "studies" / study).glob("*"):
         assert path.stat().st_size < 200e3
+
+
+def test_the_time_of_the_probe_is_recorded_and_its_small_model_comes_out_again():
+    pytest.importorskip("transformers")
+    table = dated.recorded("probing", **probing.PARAMETERS)["seconds"]
+    assert table.model.tolist() == list(probing.MODELS) and (table.tokens == 512).all()
+    then = table.iloc[0]
+    again = probing.seconds("small", 64).iloc[0]
+    assert (again.model, again.weights, again.tokens) == (then.model, then.weights, 64)
+    assert 0 < again.seconds < 60
+    assert table.seconds[1] > table.seconds[0]
