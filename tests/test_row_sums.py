@@ -10,7 +10,7 @@ from conftest import family
 from lowprec.attention.reference import causal_mask, emulate, oracle
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW
 from lowprec.records.files import data_root
-from lowprec.studies import row_sums
+from lowprec.studies import dated, row_sums
 from lowprec.studies.row_sums import CHANGES, DELTAS, changed, errors, head, made
 from lowprec.training.capture import Capture
 
@@ -120,3 +120,25 @@ def test_families_without_a_common_part_are_not_harmed():
     q, k, v, do = family("normal", (1, 1, 128, 64))
     table = errors(head(q, k, v, do), FA2).set_index(["delta", "change"])
     assert table.dq.max() < 1.1 * table.loc[("o", "none")].dq < math.inf
+
+
+def test_a_head_of_the_recorded_table_comes_out_again():
+    """As near as another CPU's order of sums leaves it."""
+    tables = dated.recorded("row_sums", **row_sums.PARAMETERS)
+    table, of_ranges = tables["left"], tables["ranges"]
+    captures = row_sums.load_captures()
+    assert table.groupby("capture").size().to_dict() == dict.fromkeys(captures, 2 * len(CHANGES))
+    assert of_ranges.groupby("kind")["size"].unique().map(tuple).to_dict() == row_sums.RANGES
+    name = "gpt2/fa2-seed2-1750"
+    then = table[table.capture == name].reset_index(drop=True)
+    again = row_sums.left(name, captures[name])
+    assert again[["capture", "head", "delta", "change"]].equals(
+        then[["capture", "head", "delta", "change"]]
+    )
+    for column in ("dq", "along", "w_q", "dk"):
+        assert again[column].tolist() == pytest.approx(then[column].tolist(), rel=0.02)
+
+
+def test_the_recorded_table_decides_the_prediction():
+    factors = row_sums.against_safe(dated.recorded("row_sums", **row_sums.PARAMETERS)["left"])
+    assert len(factors) == 4 and factors.median() >= row_sums.TIMES
