@@ -122,6 +122,24 @@ def test_families_without_a_common_part_are_not_harmed():
     assert table.dq.max() < 1.1 * table.loc[("o", "none")].dq < math.inf
 
 
+def test_what_is_done_around_a_kernel_is_what_is_done_inside():
+    """But for the storage of dQ before its row sums are taken off."""
+    name = "gpt2/fa2-seed2-1750"
+    capture = row_sums.load_captures()[name]
+    around = row_sums.outside(capture).set_index(["kernel", "way"])
+    assert len(around) == len(row_sums.WAYS) * len(row_sums.KERNELS)
+    inside = row_sums.left(name, capture).set_index(["delta", "change"]).loc["o"]
+    ours = around.loc["FA2"]
+    assert ours.dq["as it is"] == pytest.approx(inside.dq["none"], rel=1e-3)
+    for way in ("mean key", "weighted key"):
+        assert ours.dq[way] == pytest.approx(inside.dq[way], abs=2e-3)
+        assert ours.dk[way] == pytest.approx(inside.dk["none"], rel=1e-2)
+    for _, some in around.groupby("kernel"):
+        some = some.droplevel("kernel").dq
+        assert some["centred keys"] < 0.1 * some["as it is"]
+        assert some["centred keys, weighted key"] < some["centred keys"]
+
+
 def test_a_head_of_the_recorded_table_comes_out_again():
     """As near as another CPU's order of sums leaves it."""
     tables = dated.recorded("row_sums", **row_sums.PARAMETERS)

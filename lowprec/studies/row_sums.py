@@ -8,6 +8,8 @@ dS is rounded a second time. `left` measures each on a captured head, `ranges` o
 
     python -m lowprec.studies.row_sums data/studies/row_sums        DATE-left, DATE-ranges.parquet
 
+`outside` has what can be done around a kernel of somebody else; it takes half a second a head.
+
 The rule of the prediction, written down before the table was made: on captured failing heads of
 `FA2`, dQ as it is stored has less error with the mean key taken off than with `SAFE`, by a factor
 of TIMES or more in the median over heads (`against_safe`).
@@ -23,6 +25,9 @@ import pandas as pd
 import torch
 
 from lowprec import entry
+from lowprec.attention import attention
+from lowprec.attention.outside import centred as centred_keys
+from lowprec.attention.outside import row_sums_out
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import round_to
 from lowprec.numerics.policy import FA2, LOW
@@ -175,6 +180,54 @@ def against_safe(table) -> pd.Series:
     some = table[table.failing & (table.base == "FA2")]
     by = some.pivot(index="capture", columns=["delta", "change"], values="dq")
     return by["o_fp32", "none"] / by["o", "mean key"]
+
+
+def _around(vector: str):
+    """A way of WAYS: the channel of ones, and a vector."""
+
+    def way(kernel, q, k, v, scale):
+        return row_sums_out(kernel, q, k, v, scale, vector=vector)
+
+    return way
+
+
+def _centred_first(way):
+    return lambda kernel, q, k, v, scale: way(kernel, q, centred_keys(k), v, scale)
+
+
+def _as_it_is(kernel, q, k, v, scale):
+    return kernel(q, k, v, scale)
+
+
+WAYS = {
+    "as it is": _as_it_is,
+    "centred keys": _centred_first(_as_it_is),
+    "mean key": _around("mean key"),
+    "weighted key": _around("weighted key"),
+    "centred keys, weighted key": _centred_first(_around("weighted key")),
+}
+"""What can be done around a kernel: `lowprec.attention.outside`."""
+KERNELS = {"FA2": "emulate", "PyTorch on a CPU": "sdpa"}
+"""Kernels to do it around, as `impl` of `lowprec.attention.attention`; both have BF16 tensors."""
+
+
+def outside(capture) -> pd.DataFrame:
+    """What each of WAYS around each of KERNELS leaves of a captured head's errors, a row each.
+
+    Columns kernel, way, dq, dk: errors as in `errors`, but against float64 attention on the keys as
+    captured, so that the rounding of centred keys counts."""
+    right, rows = _exact(capture), []
+    for name, impl in KERNELS.items():
+
+        def kernel(q, k, v, scale, impl=impl):
+            return attention(q, k, v, FA2, scale=scale, impl=impl)
+
+        for way, call in WAYS.items():
+            leaves = [capture.tensors[n].detach().requires_grad_() for n in ("q", "k", "v")]
+            o = call(kernel, *leaves, capture.scale)
+            dq, dk, _ = torch.autograd.grad(o, leaves, capture.tensors["do"])
+            rows.append((name, way, _share(dq, right.dq), _share(dk, right.dk)))
+    return pd.DataFrame(rows, columns=["kernel", "way", "dq", "dk"])
 
 
 def made(kind: str, size: float, generator) -> SimpleNamespace:
