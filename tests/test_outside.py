@@ -88,6 +88,10 @@ def test_the_weighted_key_is_the_one_of_the_row():
 def test_our_kernels_give_up_their_row_sums_too():
     """Through the interpreter, in BF16, with the width that they take."""
     pytest.importorskip("triton")
+    from lowprec.attention.kernels import launch
+
+    if launch.NATIVE:
+        pytest.skip("needs TRITON_INTERPRET=1")
     q, k, v, do = inputs(torch.bfloat16, (1, 1, 96, 16))
     way = functools.partial(row_sums_out, ours(FA2, "triton"), width=32)
     o, dq, dk, dv = gradients(way, q, k, v, do)
@@ -114,6 +118,33 @@ def test_somebody_elses_kernel(vector):
     assert error(got[1], right.dq) < 0.2 * error(plain[1], right.dq)
     for i, name in ((0, "o"), (2, "dk"), (3, "dv")):
         assert error(got[i], plain[i].double()) < 2e-3, name
+
+
+def test_a_kernel_that_adds_dq_up_in_few_bits_needs_centred_keys():
+    q, k, v, do = inputs()
+    right = oracle(q, k, v, do=do).dq
+    left = {}
+    for site in ("fp32", "bf16"):
+        policy = FA2.replace(dq_acc=site)
+
+        def kernel(q, k, v, scale, policy=policy):
+            return attention(q, k, v, policy, scale=scale, tile=32, impl="emulate")
+
+        for name, change in (("given", lambda k: k), ("centred", centred)):
+            keys = change(k)
+            found = gradients(functools.partial(row_sums_out, kernel), q, keys, v, do)[1]
+            left[site, name] = error(found, right)
+    assert left["bf16", "given"] > 5 * left["fp32", "given"]
+    assert left["bf16", "centred"] < 2 * left["fp32", "centred"]
+
+
+def test_torch_compile_keeps_it_in_one_graph():
+    q, k, v, do = inputs(torch.bfloat16, (1, 2, 64, 32))
+    way = functools.partial(row_sums_out, scaled_dot_product_attention, is_causal=True)
+    compiled = torch.compile(way, backend="aot_eager", fullgraph=True)
+    wanted = gradients(way, q, k, v, do)
+    for got, one in zip(gradients(compiled, q, k, v, do), wanted, strict=True):
+        assert torch.equal(got, one)
 
 
 def test_heads_that_share_keys_and_tokens_before_heads():

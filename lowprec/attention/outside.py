@@ -36,7 +36,9 @@ def row_sums_out(kernel, q, k, v, scale=None, *, vector="mean key", width=None, 
     tokens: dimension of the sequence, -2, or -3 where that of the heads comes after it.
 
     The sums are those of dS as rounded in the kernel, in the dtype of dQ: half an ulp of each
-    remains, and half an ulp of dQ with its error, in which it was stored before. dK and dV stay.
+    remains, and half an ulp of dQ with its error, in which it was stored before. A kernel that adds
+    dQ up in BF16, as PyTorch's on a CPU does beyond 512 keys, keeps what that rounds; give it
+    `centred` keys. dK and dV stay.
     Raises `UserError` for another vector, a width that is too small, or heads that do not fit.
     """
     if vector not in VECTORS:
