@@ -354,7 +354,7 @@ def test_sizes(recorded):
 
 def test_what_keeps_statements_of_the_paper_untested(recorded):
     """book/statements.yml: why no claim tests them."""
-    said = {s["id"]: s for s in pages.statements(BOOK) if "untested" in s}
+    said = {s["id"]: s for s in pages.statements.load(BOOK) if "untested" in s}
     assert {s["threat"] for s in said.values()} <= {w for c in REGISTRY.values() for w in c.threats}
     every = [run for table in recorded.values() for run in table.run]
     most = max(len(run.metrics) for run in every if "beta=" in str(run.policy))
