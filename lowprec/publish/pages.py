@@ -298,7 +298,7 @@ def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
 def _source_link(claim: Claim) -> str:
     """The number of a claim's page, or its name, linked to the notebook."""
     name = claim.page.rpartition("/")[2]
-    return f"[{name[:2] if name[:2].isdecimal() else name}](notebooks/{claim.page}.ipynb)"
+    return f"[{f'page {name[:2]}' if name[:2].isdecimal() else name}](notebooks/{claim.page}.ipynb)"
 
 
 def status(root: Path) -> str:
