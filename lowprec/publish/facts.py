@@ -173,8 +173,8 @@ def recorded_runs(campaign: str, key: str = "recorded", form: str = "") -> str:
 
 SAYS = {"fact": locked_fact, "claim": locked_claim, "data": of_data, "runs": recorded_runs}
 MARKED = re.compile(
-    rf"(?P<head><!--(?P<kind>{'|'.join(SAYS)}) (?P<of>[\w/-]+)\.(?P<name>\w+)(?::(?P<form>[^>]*))?-->)"
-    r".*?(?P<end><!--/-->)",
+    rf"(?P<head><!--(?P<kind>{'|'.join(SAYS)}) "
+    r"(?P<of>[\w/-]+)\.(?P<name>\w+)(?::(?P<form>[^>]*))?-->).*?(?P<end><!--/-->)",
     re.DOTALL,
 )
 

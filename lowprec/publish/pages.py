@@ -125,7 +125,7 @@ def renew_picture(root: Path, executed) -> None:
     image = pictures(executed[page]).get(figure) if page in executed else None
     path = root / "book" / "_static" / f"{figure}.png"
     if image and not (path.is_file() and path.read_bytes() == image):
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image)
 
 
