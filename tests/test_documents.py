@@ -128,13 +128,15 @@ def test_marks_say_what_the_data_have(root):
         (runs / name / "run.json").write_text("{}")
     (runs / "pairs").mkdir()
     (runs / "pairs" / "weights.parquet").write_text("")
+    (runs / "packed").mkdir()
+    (runs / "packed" / "runs.jsonl").write_text("{}\n")
     (root / "data" / "text.json").write_text('{"tokens": 12345, "wheels": [{}, {}]}')
     manifest.write_manifest()
 
     def said(mark):
         return re.fullmatch(r"<!--.*-->(.*)<!--/-->", facts.renewed(f"<!--{mark}--><!--/-->"))[1]
 
-    assert said("runs mini.recorded") == "2" and said("runs all.recorded") == "3"
+    assert [said(f"runs {n}.recorded") for n in ("mini", "packed", "all")] == ["2", "1", "4"]
     assert said("data text.tokens:,") == "12,345" and said("data text.wheels") == "2"
     for mark, sentence in {
         "runs mnii.recorded": "the manifest has no runs of mnii: did you mean mini?",
@@ -145,6 +147,9 @@ def test_marks_say_what_the_data_have(root):
     }.items():
         with pytest.raises(UserError, match=re.escape(sentence)):
             said(mark)
+    (runs / "packed" / "runs.jsonl").unlink()
+    with pytest.raises(UserError, match="data/runs/packed has no runs.jsonl; restore it from git"):
+        said("runs packed.recorded")
 
 
 def test_claims_write_renews_readme_and_the_page_about_the_data(root):

@@ -38,10 +38,10 @@ def test_readme_is_short_and_begins_with_the_commands():
 
 
 def test_the_introduction_is_short():
-    caption, standing = 50, 25  # words of what it includes
+    caption, standing = 45, 20  # words of what it includes
     text = re.sub(r"^```.*?^```", "", INTRO, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"\{\{.*?\}\}", "8 of 8", text)
-    assert len(form.words(text)) + caption + standing <= 910
+    assert len(form.words(text)) + caption + standing <= 900
     assert max(len(form.words(sentence)) for sentence in limits.sentences([text])) <= 35
     assert INTRO.count("```{include}") == 2 and "δ = rowsum(dO∘O)" in text
 
