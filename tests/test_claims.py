@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from lowprec import UserError, claims
 from lowprec.evidence import registration
 from lowprec.evidence.words import CLAIM_MIME
-from lowprec.publish import notebook, pages
+from lowprec.publish import notebook, pages, statements
 from lowprec.publish.notebook import as_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -654,7 +654,8 @@ def repository(accepted):
     root = accepted().parent
     said = [{"id": "biased", "where": "§1", "says": "It is biased."}]
     (root / "book" / "statements.yml").write_text(yaml.safe_dump(said))
-    (root / "README.md").write_text(f"# Title\n\n{pages.MARKERS[0]}\n{pages.MARKERS[1]}\n")
+    for name in ("README", "book/statements"):
+        (root / f"{name}.md").write_text(f"# Title\n\n{pages.MARKERS[0]}\n{pages.MARKERS[1]}\n")
     return root
 
 
@@ -662,12 +663,10 @@ def test_pages_say_what_was_measured(repository):
     pages.write(repository)
     book = repository / "book"
     linked = "[**supported**](#claim-bias)"
-    paper, every = (
-        (book / "_generated" / f"claims_{name}.md").read_text().splitlines()
-        for name in ("paper", "all")
-    )
-    assert paper[-3:] == [
-        "**It is biased.** §1.",
+    every = (book / "_generated" / "claims_all.md").read_text().splitlines()
+    assert (book / "statements.md").read_text().splitlines()[3:-1] == [
+        "",
+        "**It is biased.** §1. *Holds.*",
         "",
         f"- {linked}: The bias is negative. (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}8 sums) "
         "*Take care.*",
@@ -685,15 +684,13 @@ def test_pages_say_what_was_measured(repository):
     assert (downloads / "source.ipynb").read_text() == "source"
     assert (downloads / "executed.ipynb").is_file()
     readme = (repository / "README.md").read_text()
-    assert (
-        "- **supported**: The bias is negative. ([36](notebooks/36_bias.ipynb)) *Take care.*"
-        in readme
-    )
     counts = (
         "1 claims: 1 with a rule from before the measurement (1 supported), 0 exploratory ().\n"
     )
-    for text in (readme, (book / "_generated" / "claims_counts.md").read_text()):
-        assert counts in text
+    held = "Of 1 statements of the paper 1 hold here, 0 hold in part, 0 do not, and 0 were not "
+    for name, text in {"counts": counts, "standing": f"{held}tested.\n"}.items():
+        assert (book / "_generated" / f"claims_{name}.md").read_text() == text
+        assert text in readme
 
 
 def test_pages_are_the_same_when_written_again(repository):
@@ -718,12 +715,12 @@ def test_a_statement_has_claims_or_a_reason_to_have_none(repository):
     why = dict(untested="one GPU", threat="GPU")
     other = {**said, "id": "other"}
     with pytest.raises(UserError, match="statement other .* why there is none"):
-        pages.of_paper(registry, [said, other], found)
+        statements.of_paper(registry, [said, other])
     with pytest.raises(UserError, match="statement biased .* why there is none"):
-        pages.of_paper(registry, [said | why], found)
-    for results, link in ((None, "[GPU](book/threats.md)"), ({}, "{ref}`GPU <threat-gpu>`")):
-        text = pages.of_paper(registry, [said, other | why], found, results)
-        assert text.endswith(f"- not tested here: one GPU, see the threat {link}\n")
+        statements.of_paper(registry, [said | why])
+    text = statements.listed(registry, [said, other | dict(why, says="Or not.")], found)
+    untested = "*Not tested here.*\n\n- One GPU: see the threat [GPU](threats.md).\n"
+    assert text.endswith(f"**Or not.** §1. {untested}")
 
 
 def test_an_exploratory_claim_says_so(repository, folder):
@@ -733,11 +730,8 @@ def test_an_exploratory_claim_says_so(repository, folder):
     assert "Doubt it first for: seeds, after." in result.markdown()
     assert "{ref}`seeds <threat-seeds>`" in result.myst()
     pages.write(repository)
-    for page, shown in {
-        "README.md": "- **supported**, exploratory: ",
-        "book/_generated/claims_paper.md": "- [**supported**](#claim-bias), exploratory: ",
-    }.items():
-        assert shown in (repository / page).read_text()
+    shown = "- [**supported**](#claim-bias), exploratory: "
+    assert shown in (repository / "book" / "statements.md").read_text()
     assert "1 exploratory (1 supported)" in (repository / "README.md").read_text()
     for word in ("seeds", "after"):
         text = (repository / f"book/_generated/threat-{word}.md").read_text()
@@ -778,8 +772,8 @@ def test_headlines_are_filled_in(repository, folder):
     text = readme.read_text()
     assert text.endswith(f"{pages.FINDINGS[1]}\nThe end.\n")
     assert text.split(pages.FINDINGS[0])[1].split(pages.FINDINGS[1])[0].splitlines()[1:] == [
-        "1. **Loud.** 3 of 4 explode. ([36](notebooks/36_bias.ipynb))",
-        "2. **Small.** It is −0.25 ulp, or 12.5%, in 8 sums. ([36](notebooks/36_bias.ipynb))",
+        "1. **Loud.** 3 of 4 explode. ([page 36](notebooks/36_bias.ipynb))",
+        "2. **Small.** It is −0.25 ulp, or 12.5%, in 8 sums. ([page 36](notebooks/36_bias.ipynb))",
     ]
 
 
@@ -808,8 +802,10 @@ def test_readme_has_the_claims():
     readme = (ROOT / "README.md").read_text()
     stale = "README.md is older than the claims or their locks: run `make book`, or\n"
     stale += "`python -m lowprec claims --write`, which renews it before it asks for the pages"
-    said = pages.statements(ROOT / "book")
-    assert pages.with_claims(readme, claims.load(), said, claims.recorded()) == readme, stale
+    said, of_paper = statements.load(ROOT / "book"), (ROOT / "book/statements.md").read_text()
+    registry, found = claims.load(), claims.recorded()
+    assert pages.with_claims(readme, registry, said, found) == readme, stale
+    assert statements.listed(registry, said, found) in of_paper, stale.replace("README", "a page")
 
 
 def test_every_headline_has_its_place():

@@ -128,6 +128,42 @@ def test_marks_are_renewed(root):
         facts.renewed("<!--fact 11_a.shaer--><!--/-->")
 
 
+def test_marks_say_what_the_data_have(root):
+    runs = root / "data" / "runs"
+    for name in (
+        "mini/low-seed0",
+        "mini/low-seed1",
+        "mini/low-seed0/captures",
+        "sites/only_o-seed0",
+    ):
+        (runs / name).mkdir(parents=True, exist_ok=True)
+        (runs / name / "run.json").write_text("{}")
+    (runs / "pairs").mkdir()
+    (runs / "pairs" / "weights.parquet").write_text("")
+    (runs / "packed").mkdir()
+    (runs / "packed" / "runs.jsonl").write_text("{}\n")
+    (root / "data" / "text.json").write_text('{"tokens": 12345, "wheels": [{}, {}]}')
+    manifest.write_manifest()
+
+    def said(mark):
+        return re.fullmatch(r"<!--.*-->(.*)<!--/-->", facts.renewed(f"<!--{mark}--><!--/-->"))[1]
+
+    assert [said(f"runs {n}.recorded") for n in ("mini", "packed", "all")] == ["2", "1", "4"]
+    assert said("data text.tokens:,") == "12,345" and said("data text.wheels") == "2"
+    for mark, sentence in {
+        "runs mnii.recorded": "the manifest has no runs of mnii: did you mean mini?",
+        "runs pairs.recorded": "the manifest has no runs of pairs",
+        "runs mini.planned": "of the runs of mini there is no 'planned': take recorded",
+        "data test.tokens": "there is no test.json in data/, for its tokens",
+        "data text.token": "text.json of data/ has no key token: did you mean tokens?",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            said(mark)
+    (runs / "packed" / "runs.jsonl").unlink()
+    with pytest.raises(UserError, match="data/runs/packed has no runs.jsonl; restore it from git"):
+        said("runs packed.recorded")
+
+
 def test_claims_write_renews_readme_and_the_page_about_the_data(root):
     (root / "README.md").write_text("<!-- claims -->\n<!-- /claims -->\n" + MARKED)
     (root / "data" / "README.md").write_text(MARKED)

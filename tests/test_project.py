@@ -216,6 +216,7 @@ BUILDER = (
     "publish/facts",
     "publish/form",
     "publish/pages",
+    "publish/statements",
     "evidence/claims",
     "evidence/verdicts",
 )

@@ -264,7 +264,7 @@ def test_with_six_layers_and_another_output_no_loss_rises(recorded):
 
 def test_what_keeps_statements_of_the_paper_untested(recorded):
     """book/statements.yml: why no claim tests them."""
-    said = {s["id"]: s for s in pages.statements(BOOK) if "untested" in s}
+    said = {s["id"]: s for s in pages.statements.load(BOOK) if "untested" in s}
     assert {s["threat"] for s in said.values()} <= {w for c in REGISTRY.values() for w in c.threats}
     every = [run for table in recorded.values() for run in table.run]
     most = max(len(run.metrics) for run in every if "beta=" in str(run.policy))
@@ -472,7 +472,7 @@ def test_what_first_screens_and_verdicts_say_in_words(recorded):
         rose[run.info["arm"]] = rose.get(run.info["arm"], 0) + found
     assert {arm: count for arm, count in rose.items() if count} == {
         "beta2_floor": 3, "decay": 4, "low_centred": 1
-    }, "page 42 and the first page say otherwise"  # fmt: skip
+    }, "page 42 says otherwise"  # fmt: skip
     judged = "delta-is-most split-is-enough dp size-stays centred stochastic-larger".split()
     verdicts = [REGISTRY[f"rivals-{name}"].verdict for name in judged]
     assert verdicts == ["refuted"] * 4 + ["supported"] * 2, "four of six, says page 42"
@@ -524,50 +524,10 @@ def test_what_first_screens_count(recorded):
     assert len(unsure) == 4 and not any("fp16" in id for id in unsure), "page 63: FP16 alone"
 
 
-def test_what_the_first_page_counts(recorded):
-    intro = (BOOK / "intro.md").read_text()
-
-    def exploded(campaign, *arms):
-        found = chosen(recorded, campaign, *arms)
-        return sum(bool(r.explosion and r.explosion.confirmed) for r in found), len(found)
-
-    assert exploded("production", "fa2_o_fp32") == (0, 8) and exploded("mini", "fa2") == (8, 8)
-    readme = (ROOT / "README.md").read_text()
-    assert "explodes in eight seeds of eight, and in none of eight if δ reads" in readme
-    assert exploded("sites", "only_o") == (4, 4) and "of O where δ reads it" in intro
-    assert exploded("sites", "only_l") == (4, 4) and "alone, in four of four each" in intro
-    assert exploded("amount", "p_e8m5_dp") == (0, 4) and "P∘dP none of four explodes" in intro
-    others = [f"only_{x}" for x in ("p", "s", "dodo", "dp", "p_bwd", "ds")]
-    assert exploded("sites", *others) == (0, 24) and "other six sites alone none of four" in intro
-    assert exploded("drift", "bias-1x") == (4, 4) and "explodes four runs of four" in intro
-    assert exploded("measured", "size-1x") == (4, 4) and "layer by layer, explodes four" in intro
-    assert exploded("drift", "bias-eighth") == (1, 4) and "most of them, one of four" in intro
-    assert exploded("remedies", "fa2_centred") == (0, 4) and "of four of `LOW` one ends" in intro
-    assert exploded("rivals", "lr_quarter") == (3, 4) and "of the rate in three of four" in intro
-    every = [run for table in recorded.values() for run in table.run]
-    slow = [run for run in every if run.info["config"]["lr"] <= 1e-3 and len(run.metrics) > 1_000]
-    others = [str(run.policy) for run in slow if run.policy != PrecisionPolicy.parse("LOW")]
-    assert (len(slow), others) == (6, ["LOW+delta_from=o_fp32"])
-    assert intro.count("the paper's, five runs of `LOW` were watched for long and one with δ") == 2
-    assert REGISTRY["heads-sum-alone"].verdict == "refuted" and "in three runs of six" in intro
-
-
-def test_the_links_of_the_first_page(captures):
-    links = (BOOK / "intro.md").read_text().partition("link by link")[2].partition("### Page")[0]
-    named = re.findall(r"\(#claim-([\w-]+)\)", links)
-    against = {"common-steps-far", "common-unseen-random", "spike-gradient-blind", "spike-opposed"}
-    assert len(named) > 15 and against < set(named), MEND
-    for name in named:
-        assert REGISTRY[name].verdict == ("refuted" if name in against else "supported"), name
-    for name, head in zip(WINDOWS, (2, 5, 3), strict=True):
-        table = pd.read_parquet(
-            ROOT / f"data/runs/windows/{name}/query_error.parquet",
-            columns=["layer", "head", "error_norm", "grad_norm"],
-        )
-        table = table[(table.layer == 1) & (table["head"] == head)].astype(float)
-        assert len(table) == 200 and (table.error_norm > table.grad_norm).mean() < 0.2, MEND
-    far = []
-    for name, c in captures.items():
-        if "healthy" not in name:
-            far.append(abs(scores.parts(*scores.unrounded(c), c.scale)["common"]) > 256)
-    assert sorted(far) == [False, False, False, True], "some hundreds"
+def test_one_failing_capture_has_a_common_part_of_some_hundreds(captures):
+    far = [
+        abs(scores.parts(*scores.unrounded(c), c.scale)["common"]) > 256
+        for name, c in captures.items()
+        if "healthy" not in name
+    ]
+    assert sorted(far) == [False, False, False, True], "argument.md says that one is that far"

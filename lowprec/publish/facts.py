@@ -4,16 +4,20 @@ A page says `facts(low="8 of 8", share=0.031)`, and `lowprec.publish.notebook.ex
 and {share:.0%} in its Markdown cells. {explosion_low_happens.count} is a field of a claim that the
 page checks. A document, which no kernel fills, takes the same from the pages' locks: one of book/
 says `{{ fact("11_the_explosion", "low") }}` (`lowprec.publish.book`), and README.md, read as it is,
-has the text between `<!--fact 11_the_explosion.low-->` and `<!--/-->` renewed. So no number of a
-result is typed, and a name that nothing gives, or that nothing uses, stops the build.
+has the text between `<!--fact 11_the_explosion.low-->` and `<!--/-->` renewed. Marks also take what
+data/ says of itself: `<!--runs mini.recorded-->` counts the runs of a campaign in its manifest, and
+`<!--data corpora/pysource.tokens:,-->` is a key of a JSON file there. So no number of a result is
+typed, and a name that nothing gives, or that nothing uses, stops the build.
 """
 
 from __future__ import annotations
 
 import difflib
 import html
+import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 from lowprec import UserError
@@ -140,19 +144,50 @@ def locked_claim(id: str, part: str, form: str = "") -> str:
     return shown(field(_one(id, recorded(), "no lock has a claim"), part), form)
 
 
+def of_data(file: str, key: str, form: str = "") -> str:
+    """What a JSON file of data/ has under a key; of a list, how long it is."""
+    from lowprec.records.files import data_root
+
+    path = data_root() / f"{file}.json"
+    if not path.is_file():
+        raise UserError(f"there is no {file}.json in data/, for its {key}")
+    value = _one(key, json.loads(path.read_text()), f"{file}.json of data/ has no key")
+    return shown(len(value) if isinstance(value, list) else value, form)
+
+
+def recorded_runs(campaign: str, key: str = "recorded", form: str = "") -> str:
+    """How many runs of a campaign, or of `all`, the manifest of data/ lists."""
+    from lowprec.records.files import data_root
+    from lowprec.records.packed import RUNS
+
+    if key != "recorded":
+        raise UserError(f"of the runs of {campaign} there is no {key!r}: take recorded")
+    root = data_root()
+    listed = json.loads((root / "manifest.json").read_text())
+    parts = [path.split("/") for path in listed if path.startswith("runs/")]
+    counts = Counter(name for _, name, *rest in parts if rest[1:] == ["run.json"])
+    for name in (name for _, name, *rest in parts if not rest):  # packed, a line a run
+        if not (lines := root / "runs" / name / RUNS).is_file():
+            raise UserError(f"data/runs/{name} has no {RUNS}; restore it from git")
+        counts[name] = len(lines.read_bytes().splitlines())
+    counts["all"] = sum(counts.values())
+    return shown(_one(campaign, counts, "the manifest has no runs of"), form)
+
+
+SAYS = {"fact": locked_fact, "claim": locked_claim, "data": of_data, "runs": recorded_runs}
 MARKED = re.compile(
-    r"(?P<head><!--(?P<kind>fact|claim) (?P<of>[\w/-]+)\.(?P<name>\w+)(?::(?P<form>[^>]*))?-->)"
-    r".*?(?P<end><!--/-->)",
+    rf"(?P<head><!--(?P<kind>{'|'.join(SAYS)}) "
+    r"(?P<of>[\w/-]+)\.(?P<name>\w+)(?::(?P<form>[^>]*))?-->).*?(?P<end><!--/-->)",
     re.DOTALL,
 )
 
 
 def renewed(text: str) -> str:
-    """A document with what stands between its marks as the locks have it."""
+    """A document with what stands between its marks as the locks and data/ have it."""
 
     def put(found: re.Match) -> str:
-        said = locked_fact if found["kind"] == "fact" else locked_claim
-        return found["head"] + said(found["of"], found["name"], found["form"] or "") + found["end"]
+        said = SAYS[found["kind"]](found["of"], found["name"], found["form"] or "")
+        return found["head"] + said + found["end"]
 
     return MARKED.sub(put, text)
 

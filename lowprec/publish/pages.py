@@ -1,7 +1,7 @@
 """Generated pages: what the executed notebooks and the claims say, written for the book to include.
 
-book/_generated/claims_paper.md      what Qiu & Yao (2025) say, each statement with its tests
 book/_generated/claims_counts.md     how many claims have which verdict
+book/_generated/claims_standing.md   how many of the paper's statements hold
 book/_generated/claims_all.md        every claim, page by page
 book/_generated/claim-ID.md          one claim, for prose that rests on it
 book/_generated/threat-WORD.md       the claims to doubt for one threat, folded
@@ -9,39 +9,43 @@ book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/contents.json        the title of every page
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
 book/status.md                       page x profile x date x hardware x duration x verdicts
-README.md                            the paper's statements, the counts and the headlines between
-                                     markers, and the facts in its marks (`lowprec.publish.facts`)
+book/statements.md                   what Qiu & Yao (2025) say, each statement with its word and its
+                                     tests, between markers
+README.md                            the headlines and the counts between markers; in its marks and
+                                     those of data/README.md, facts (`lowprec.publish.facts`)
+book/_static/one-rounding.png        README's picture, a figure of a page
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import re
 import shutil
 from pathlib import Path
 
-import yaml
-
 from lowprec import UserError
 from lowprec.evidence import claims
 from lowprec.evidence.registry import Claim
-from lowprec.evidence.verdicts import VERDICTS, Result, threat_link, threat_links
+from lowprec.evidence.verdicts import VERDICTS, Result, threat_links
 from lowprec.evidence.words import FIGURE_MIME
-from lowprec.publish import facts, form
+from lowprec.publish import facts, form, statements
+from lowprec.publish.statements import in_words, verdict_of
 from lowprec.records import files, runs
 
-PAPER = "qiu2025"
 MARKERS = "<!-- claims -->", "<!-- /claims -->"
 FINDINGS = "<!-- findings -->", "<!-- /findings -->"
+PICTURE = "11_the_explosion", "one-rounding"
+"""The page and the figure that README shows."""
 
 
 def write(root: Path) -> list[Path]:
-    """Write every generated page of the repository at `root`, and README's list; returns the pages.
+    """Write every generated page of the repository at `root`; returns the pages.
 
-    Raises `UserError` for a claim whose notebook was executed without checking it, or was not; the
-    list in README.md is renewed all the same. Also for a page that has another verdict than its
+    Raises `UserError` for a claim whose notebook was executed without checking it, or was not;
+    what `renew` writes is renewed all the same. Also for a page that has another verdict than its
     lock.
     """
     book, sources = root / "book", root / "notebooks"
@@ -53,8 +57,10 @@ def write(root: Path) -> list[Path]:
     titles = {name: title(nb) for name, nb in executed.items()}
     texts = {
         generated / "contents.json": contents(root, titles),
-        generated / "claims_paper.md": of_paper(registry, statements(book), found, results),
         generated / "claims_counts.md": counts(registry, found),
+        generated / "claims_standing.md": statements.standing(
+            registry, statements.load(book), found
+        ),
         generated / "claims_all.md": all_claims(registry, results, titles),
     }
     for id, result in results.items():
@@ -67,6 +73,7 @@ def write(root: Path) -> list[Path]:
             texts[generated / f"figure-{name}-{figure}.md"] = raw_html(markup)
     texts[book / "status.md"] = status(root)
     renew_places(root, executed)
+    renew_picture(root, executed)
     texts |= downloads(root, executed)
     if not _same(generated / "contents.json", texts[generated / "contents.json"]):
         shutil.rmtree(book / "_build" / "html", ignore_errors=True)  # it is in all of its pages
@@ -79,11 +86,16 @@ def write(root: Path) -> list[Path]:
 
 
 def renew(root: Path, registry: dict[str, Claim], found: dict[str, Result]) -> None:
-    """Write the claims and the facts of README.md and data/README.md anew, from the locks."""
+    """Write what stands between markers and in marks anew, from the claims and their locks: in
+    README.md, data/README.md and book/statements.md."""
     readme, of_data = root / "README.md", root / "data" / "README.md"
+    said, of_paper = statements.load(root / "book"), root / "book" / "statements.md"
     if readme.is_file():
-        text = with_claims(readme.read_text(), registry, statements(root / "book"), found)
-        _put(readme, facts.renewed(text))
+        _put(readme, facts.renewed(with_claims(readme.read_text(), registry, said, found)))
+    if of_paper.is_file():
+        listed = "\n" + statements.listed(registry, said, found)
+        text = _between(MARKERS, of_paper.read_text(), listed, "book/statements.md")
+        _put(of_paper, text)
     if of_data.is_file() and (text := facts.renewed(of_data.read_text())) != of_data.read_text():
         of_data.write_text(text)
         runs.accept_file(of_data)
@@ -105,6 +117,16 @@ def renew_places(root: Path, executed) -> None:
             time = path.stat().st_mtime_ns
             path.write_text(nbformat.writes(nb) + "\n")
             os.utime(path, ns=(time, time))
+
+
+def renew_picture(root: Path, executed) -> None:
+    """Write README's picture anew, from the page that shows it."""
+    page, figure = PICTURE
+    image = pictures(executed[page]).get(figure) if page in executed else None
+    path = root / "book" / "_static" / f"{figure}.png"
+    if image and not (path.is_file() and path.read_bytes() == image):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image)
 
 
 def contents(root: Path, titles: dict[str, str]) -> str:
@@ -166,63 +188,6 @@ def table(header: tuple[str, ...], rows) -> str:
 def title(nb: dict) -> str:
     """The first heading of a notebook."""
     return "".join(nb["cells"][0]["source"]).partition("\n")[0].lstrip("# ")
-
-
-def statements(book: Path) -> list[dict]:
-    """What the paper says, from book/statements.yml: id, where, says. One that no claim tests has
-    `untested`, why, and `threat`, the word of book/threats.md that says more."""
-    return yaml.safe_load((book / "statements.yml").read_text())
-
-
-def of_paper(registry: dict[str, Claim], said: list[dict], found: dict[str, Result],
-             results: dict | None = None) -> str:  # fmt: skip
-    """Each statement of the paper and under it the claims that test it, in the order of the book:
-    measured and linked to their boxes if `results` has them, else as the locks have it, `found`.
-
-    Raises `UserError` for a claim of the paper's that tests none of its statements, and for a
-    statement with neither or both of claims and a reason to have none.
-    """
-    tests = {statement["id"]: [] for statement in said}
-    for claim in registry.values():
-        if claim.tests not in (tests if claim.source == PAPER else [None]):
-            raise UserError(
-                f"claim {claim.id}: source {claim.source} and tests {claim.tests} do not go "
-                f"together; tests names one of book/statements.yml: {', '.join(tests)}"
-            )
-        if claim.tests:
-            tests[claim.tests].append(claim)
-    lines = []
-    for statement in said:
-        lines.append(f"**{statement['says']}** {statement['where']}.\n")
-        for claim in tests[statement["id"]]:
-            if results is None:
-                more = f" ({_source_link(claim)})"
-            else:
-                n = results[claim.id].n if claim.id in results else 0
-                more = (
-                    f" (n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{results[claim.id].size})"
-                    if n
-                    else ""
-                )
-            gloss = f" *{claim.gloss}*" if claim.gloss else ""
-            lines.append(f"- {in_words(claim, results, found)}: {claim.sentence}{more}{gloss}")
-        if bool(tests[statement["id"]]) == ("untested" in statement):
-            raise UserError(
-                f"statement {statement['id']} of book/statements.yml needs a claim that tests it "
-                "or, under `untested`, why there is none"
-            )
-        if "untested" in statement:
-            word = statement["threat"]
-            link = f"[{word}](book/threats.md)" if results is None else threat_link(word)
-            lines.append(f"- not tested here: {statement['untested']}, see the threat {link}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def verdict_of(claim: Claim, *found: dict | None) -> str:
-    """Of the first of these results that has the claim."""
-    having = (results[claim.id].verdict for results in found if results and claim.id in results)
-    return next(having, "not run")
 
 
 def page_of(name: str, titles: dict[str, str]) -> str:
@@ -290,31 +255,24 @@ def all_claims(registry, results, titles) -> str:
     return "\n".join(sections)
 
 
-def in_words(claim: Claim, results: dict | None, found: dict | None = None) -> str:
-    """The verdict as a list or table shows it, with a link to its box if a page has one."""
-    words = f"**{verdict_of(claim, results, found)}**"
-    if results and claim.id in results:
-        words = f"[{words}](#claim-{claim.id})"
-    return words + (", exploratory" if claim.exploratory else "")
-
-
 def with_claims(text: str, registry: dict[str, Claim], said: list[dict],
                 found: dict[str, Result]) -> str:  # fmt: skip
-    """README's text with the paper's statements, their tests and the counts between its markers,
-    and the headlines if it has markers for them.
+    """README's text with the headlines between their markers, if it has them, and with how many of
+    the paper's statements hold and of the claims have which verdict.
 
     From claims, statements and locks alone, so that no page needs to be executed for it.
     """
     if any(mark in text for mark in FINDINGS):
         text = _between(FINDINGS, text, headlines(registry, found))
-    return _between(MARKERS, text, f"{of_paper(registry, said, found)}\n{counts(registry, found)}")
+    sums = f"{statements.standing(registry, said, found)}\n{counts(registry, found)}"
+    return _between(MARKERS, text, sums)
 
 
-def _between(marks: tuple[str, str], text: str, content: str) -> str:
-    """The text with this between two marks."""
+def _between(marks: tuple[str, str], text: str, content: str, name: str = "README.md") -> str:
+    """The text of a document with this between two marks."""
     start, end = marks
     if text.count(start) != 1 or text.count(end) != 1:
-        raise UserError(f"README.md must hold {start} and {end} once each, for the claims")
+        raise UserError(f"{name} must hold {start} and {end} once each, for the claims")
     head, rest = text.split(start)
     return f"{head}{start}\n{content}{end}{rest.split(end)[1]}"
 
@@ -340,7 +298,7 @@ def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
 def _source_link(claim: Claim) -> str:
     """The number of a claim's page, or its name, linked to the notebook."""
     name = claim.page.rpartition("/")[2]
-    return f"[{name[:2] if name[:2].isdecimal() else name}](notebooks/{claim.page}.ipynb)"
+    return f"[{f'page {name[:2]}' if name[:2].isdecimal() else name}](notebooks/{claim.page}.ipynb)"
 
 
 def status(root: Path) -> str:
@@ -368,6 +326,16 @@ def figures(nb: dict) -> dict[str, str]:
     """The HTML of each figure of an executed notebook, by its name."""
     outputs = [o.get("data", {}) for c in nb["cells"] for o in c.get("outputs", [])]
     return {o[FIGURE_MIME]["name"]: "".join(o["text/html"]) for o in outputs if FIGURE_MIME in o}
+
+
+def pictures(nb: dict) -> dict[str, bytes]:
+    """The PNG of each figure of an executed notebook, by its name."""
+    outputs = [o.get("data", {}) for c in nb["cells"] for o in c.get("outputs", [])]
+    return {
+        o[FIGURE_MIME]["name"]: base64.b64decode(o["image/png"])
+        for o in outputs
+        if FIGURE_MIME in o and "image/png" in o
+    }
 
 
 def raw_html(markup: str) -> str:
