@@ -14,7 +14,11 @@ import torch
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 RUNS = DATA / "runs"
-APART = ("windows", "pairs", "positions")
+UNDER_WAY = (
+    "positions", "ladder", "rotary", "entries", "positions_large", "otherwise",
+    "positions_specimens",
+)  # fmt: skip
+APART = ("windows", "pairs", *UNDER_WAY)
 
 torch.set_num_threads(1)
 # As `lowprec.publish.notebook.main` does: jsonschema would build a grammar of web addresses from
@@ -73,7 +77,7 @@ class Bytes:
 
 @pytest.fixture(scope="session")
 def recorded():
-    """The runs of each campaign but `windows`, one whose runs are not kept and one to be done."""
+    """The runs of each campaign but `windows`, one whose runs are not kept and those under way."""
     from lowprec.records import runs
 
     folders = sorted(path.parent.name for path in RUNS.glob("*/campaign.yaml"))

@@ -999,7 +999,8 @@ def test_recorded_runs_are_those_that_the_campaign_asks_for(name):
             if field not in ("data", "device"):
                 assert recorded.get(field, default) == value, (run.name, field)
         assert run.info["arm"] == jobs[run.name].arm and run.finished
-        assert run.info["data_sha256"] == corpus["sha256"]
+        spoilt = jobs[run.name].config.data != "shards/pysource"  # see lowprec.studies.fault
+        assert (run.info["data_sha256"] == corpus["sha256"]) != spoilt
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ def recorded_runs(campaign: str, key: str = "recorded", form: str = "") -> str:
     root = data_root()
     listed = json.loads((root / "manifest.json").read_text())
     parts = [path.split("/") for path in listed if path.startswith("runs/")]
-    counts = Counter(name for _, name, *rest in parts if rest[1:] == ["run.json"])
+    counts = Counter({name: 0 for _, name, *rest in parts if rest == ["campaign.yaml"]})
+    counts.update(name for _, name, *rest in parts if rest[1:] == ["run.json"])
     for name in (name for _, name, *rest in parts if not rest):  # packed, a line a run
         if not (lines := root / "runs" / name / RUNS).is_file():
             raise UserError(f"data/runs/{name} has no {RUNS}; restore it from git")

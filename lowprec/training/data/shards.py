@@ -350,6 +350,14 @@ def batch(
     """
     import torch  # here, because building shards needs no torch
 
+    starts = window_starts(tokens, step, seed, batch_size, block_size)[rows]
+    block = np.stack([tokens.window(int(start), block_size + 1) for start in starts])
+    block = torch.from_numpy(block.astype(np.int64))
+    return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+
+def window_starts(tokens: Tokens, step: int, seed: int, batch_size: int, block_size: int):
+    """Where the windows of a step's whole batch begin in the stream, uint64 (batch_size,)."""
     windows = len(tokens) - block_size
     if windows < 1:
         raise UserError(
@@ -357,10 +365,7 @@ def batch(
             "make block_size smaller."
         )
     # The raw 64-bit outputs are the same in every numpy; the modulo's bias is below 1e-9.
-    draws = np.random.Philox(key=[seed, step]).random_raw(batch_size)[rows]
-    block = np.stack([tokens.window(int(draw % windows), block_size + 1) for draw in draws])
-    block = torch.from_numpy(block.astype(np.int64))
-    return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+    return np.random.Philox(key=[seed, step]).random_raw(batch_size) % windows
 
 
 def rank_rows(batch_size: int, rank: int, world_size: int) -> slice:
