@@ -46,9 +46,15 @@ class Trace(SimpleNamespace):
         return f"Trace({', '.join(shapes)})"
 
 
-def check_inputs(q, k, v, causal: bool, scale: float | None, do=None, tile=None, seed=0) -> float:
-    """Raise `UserError` for what is not attention; return the softmax scale."""
-    fits = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+def check_inputs(
+    q, k, v, causal: bool, scale: float | None, do=None, tile=None, seed=0, shared=True
+) -> float:
+    """Raise `UserError` for what is not attention; return the softmax scale.
+
+    shared: whether k and v may have fewer heads than q.
+    """
+    own = slice(1 if shared else 2)
+    fits = q.dim() == k.dim() == 4 and q.shape[own] == k.shape[own] and q.shape[3] == k.shape[3]
     if not fits or k.shape != v.shape:
         raise UserError(
             "q, k, v must be (batch, heads, seqlen, head_dim), k and v alike; got "
@@ -98,12 +104,12 @@ def causal_mask(n_q: int, n_k: int, device, causal: bool = True) -> torch.Tensor
 
 
 def for_queries(x, heads: int):
-    """x (B, H', T, D) with each head as often as heads of queries read it; x itself for H' heads."""
+    """x (B, H', T, D) with each head as often as heads of queries read it."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def of_keys(x, heads: int):
-    """x (B, H, T, D), each head of queries' part of a gradient, as sums over groups (B, H', T, D)."""
+    """The heads of queries' parts x (B, H, T, D) of a gradient, summed by group: (B, H', T, D)."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
 
 
