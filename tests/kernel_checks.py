@@ -119,8 +119,8 @@ def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=
 def bounds(t, q, k, v, do, policy, tile, scale, flips):
     """{name: elementwise bound of |kernel - emulate|} for NAMES, from the trace t of `emulate`.
 
-    dk and dv of shared keys are sums over all queries of a group, and so are their bounds; each head
-    is a block of the accumulator, or several.
+    dk and dv of shared keys are sums over all queries of a group, and so are their bounds; a block
+    of the accumulator is of one head.
     """
     dtype = Format.parse(str(q.dtype).removeprefix("torch."))
     q, k, v, do = (x.double().abs() for x in (q, k, v, do))
