@@ -1,7 +1,9 @@
-"""Shared inputs: families that show different roundings, and a stand-in for the tokenizer."""
+"""Shared inputs: families that show different roundings, a stand-in for the tokenizer, and what
+is recorded."""
 
 import os
 import sys
+from pathlib import Path
 
 # Triton decides when its kernels are defined whether to interpret them, so this comes first.
 if not os.environ.get("LOWPREC_GPU_TESTS"):
@@ -9,6 +11,10 @@ if not os.environ.get("LOWPREC_GPU_TESTS"):
 
 import pytest
 import torch
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+RUNS = DATA / "runs"
+APART = ("windows", "pairs", "positions")
 
 torch.set_num_threads(1)
 # As `lowprec.publish.notebook.main` does: jsonschema would build a grammar of web addresses from
@@ -60,3 +66,45 @@ class Bytes:
 
     def encode_ordinary(self, text):
         return list(text.encode())
+
+
+# The recorded runs and captures
+
+
+@pytest.fixture(scope="session")
+def recorded():
+    """The runs of each campaign but `windows`, one whose runs are not kept and one to be done."""
+    from lowprec.records import runs
+
+    folders = sorted(path.parent.name for path in RUNS.glob("*/campaign.yaml"))
+    return {name: runs.load_runs(name) for name in folders if name not in APART}
+
+
+@pytest.fixture(scope="session")
+def captures():
+    return load_captures("captures")
+
+
+@pytest.fixture(scope="session")
+def larger():
+    """The captures of the model with 12 layers."""
+    return load_captures("captures/gpt2")
+
+
+def load_captures(folder):
+    from lowprec.training.capture import Capture
+
+    return {path.stem: Capture.load(path) for path in sorted((DATA / folder).glob("*.xz"))}
+
+
+def chosen(recorded, campaign, *arms):
+    """The runs of some arms of a campaign."""
+    table = recorded[campaign]
+    return list(table[table.arm.isin(arms)].run)
+
+
+def excess(run, settled=600):
+    """By how much the mean loss is above its lowest so far, from step `settled` on."""
+    from lowprec.records import explosion
+
+    return explosion.excess(run.metrics.loss)[settled:]

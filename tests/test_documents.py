@@ -6,14 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jinja2
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lowprec import UserError
 from lowprec.evidence.locks import write_lock
-from lowprec.publish import facts, pages
+from lowprec.publish import book, facts, pages
 from lowprec.records import manifest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,9 +30,10 @@ myst_enable_extensions = ["substitution"]
 """
 PAGE = """# A
 
-Of runs {{ claim("delta-alone").count }} explode ({{ claim('delta-alone').verdict }}), a share of
+Of runs {{ count("delta-alone") }} explode ({{ claim('delta-alone').verdict }}), a share of
 {{ fact("11_a", "share", ".1%") }}, in {{ fact("11_a", "model") }}.
 """
+B = "(claim-delta-alone)=\n\n# B\n"
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def root(tmp_path, monkeypatch):
     )
     lock(tmp_path)
     index = "# Book\n\n```{toctree}\na\nb\n```\n"
-    for name, text in {"conf.py": CONF, "index.md": index, "a.md": PAGE, "b.md": "# B\n"}.items():
+    for name, text in {"conf.py": CONF, "index.md": index, "a.md": PAGE, "b.md": B}.items():
         (tmp_path / "book" / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -90,6 +93,15 @@ def test_an_unknown_name_stops_the_build(root):
     assert status != 0
     for sentence in WRONG.values():
         assert sentence in said
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "book").glob("*.md")), ids=lambda path: path.stem)
+def test_every_name_in_a_document_is_known(path):
+    """As the build finds, which takes minutes."""
+    env = SimpleNamespace(note_dependency=lambda lock: None)
+    for name in re.findall(r"\{\{.+?\}\}", path.read_text()):
+        said = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(name)
+        assert said.render(env=env, **book.NAMES)
 
 
 def test_folded_outputs_have_their_title(root):

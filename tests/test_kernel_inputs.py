@@ -46,6 +46,29 @@ def test_without_the_row_sum_a_call_repeats_bit_by_bit(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [1, 512, 1100])
+def test_the_parts_of_the_mean_key_add_up_to_it(device, n):
+    """Keys of a fused tensor, and a length that fills no part."""
+    fused = torch.randn(2, n, 3, 2, 32, generator=torch.Generator().manual_seed(0)) + 3
+    k = fused.bfloat16().to(device)[:, :, 1].transpose(1, 2)
+    same = launch.common(k, k, True, 1.0, FA2)
+    parts = launch._mean_key(k, same)
+    assert parts.shape == (2, 2, -(-n // 512), 32)
+    torch.testing.assert_close(parts.double().sum(2), k.double().mean(2), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_taking_out_the_row_sum_of_the_largest_keys_stays_finite(device):
+    """A sum of these keys overflows; their mean does not."""
+    q, k, v, do = family("normal", (1, 1, 64, 32), device=device)
+    k = (k.sign() * 2.0**127).bfloat16()
+    q, do = (x * 2.0**-126 for x in (q, do))
+    policy = FA2.replace(row_sum="removed")
+    for dq in (run(q, k, v, do, policy).dq, emulate(q, k.abs(), v, policy, do=do).dq):
+        assert dq.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_output_element_is_written(device, causal, monkeypatch):
     """Outputs start as NaN (-1 for counts) and end finite."""

@@ -120,7 +120,7 @@ def backward(t, q, k, v, do, rnd, tile, c):
 
     a = summed("dq_acc", (t.ds[..., b] @ k[:, :, b] for b in key.split(tile)), 2, 0)
     if rnd.policy.row_sum == "removed":
-        a = a - t.row_sum[..., None] * k.mean(2, keepdim=True)
+        a = a - t.row_sum[..., None] * (k / k.shape[2]).sum(2, keepdim=True)
     rows, of_keys = rnd.query[:, 0].split(tile), key[:, None]
     dk, dv = (
         summed("dkdv_acc", (x[:, :, b].mT @ y[:, :, b] for b in rows), 4, first, of_keys)

@@ -2,6 +2,7 @@
 
 `oracle` in `reference` says what attention is, `emulate` there what a policy computes, `kernels`
 compute it fast; `operator` is the one entry to all of them, and `drop_in` has PyTorch's signature.
+`outside` takes row sums of dS out of dQ around a kernel of somebody else.
 """
 
 from lowprec.attention.operator import IMPLS, PROBE_COLUMNS, attention, trace

@@ -282,7 +282,8 @@ def _backward(t, q, k, v, do, policy, rnd, tile, scale):
         dq = _accumulate("dq_acc", dq, t.ds[..., keys] @ k[:, :, keys], rnd, 2 * j)
     t.row_sum = t.ds.sum(-1)
     if policy.row_sum == "removed":
-        dq = dq - t.row_sum[..., None] * k.mean(2, keepdim=True)
+        mean_key = (k / k.shape[2]).sum(2, keepdim=True)  # in this order no finite key overflows
+        dq = dq - t.row_sum[..., None] * mean_key
     t.dq = scale * dq
 
 

@@ -1,8 +1,9 @@
 """The book's Sphinx extension: results in documents by name, and titles for folded outputs.
 
 `{{ fact("11_the_explosion", "low") }}` and `{{ claim("explosion-low-happens").count }}` in a page
-of book/ say what the locks of the notebooks have. MyST's substitutions do the work; an unknown name
-is a warning, which stops the build.
+of book/ say what the locks of the notebooks have; `{{ count("explosion-low-happens") }}` is that
+count as a link to the claim. MyST's substitutions do the work; an unknown name is a warning, which
+stops the build.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ def claim(context, id: str, form: str = "") -> Fields:
     return Fields(id, form)
 
 
+@pass_context
+def count(context, id: str) -> str:
+    """The count of a claim, linked to the claim."""
+    return f"[{claim(context, id).count}](#claim-{id})"
+
+
 class Fields:
     """A claim whose attributes are looked up in the locks."""
 
@@ -42,6 +49,10 @@ class Fields:
         return facts.locked_claim(id, name, form)
 
 
+NAMES = {"fact": fact, "claim": claim, "count": count}
+"""What stands in `{{ }}`."""
+
+
 def _depend(context, page: str) -> None:
     """Read the document again when the lock of the page changes."""
     context["env"].note_dependency(str(pages_folder() / f"{page}.lock.json"))
@@ -49,7 +60,7 @@ def _depend(context, page: str) -> None:
 
 def _names(app) -> None:
     config = app.env.myst_config  # a copy: Sphinx warns of functions in its own configuration
-    config.substitutions = {**config.substitutions, "fact": fact, "claim": claim}
+    config.substitutions = {**config.substitutions, **NAMES}
 
 
 class TitleFolds(SphinxPostTransform):

@@ -5,6 +5,7 @@ keys. `attention_bwd_dkdv_kernel` then owns a block of keys and sums dk and dv o
 blocks are transposed, keys by queries, so that p and ds enter their products as they lie in
 registers. Where heads of queries share keys, it goes through them in order, and the sums go on.
 Both form s, p, dp and ds again; neither adds with atomics, so a step repeats bitwise.
+`attention_bwd_mean_key_kernel` runs before them where row sums of ds are taken out of dq.
 """
 
 import triton
@@ -21,6 +22,9 @@ from lowprec.attention.kernels.rounding import (
     store_rows,
     visible,
 )
+
+MEAN_ROWS = tl.constexpr(512)
+"""Keys that one program of `attention_bwd_mean_key_kernel` sums."""
 
 
 @triton.jit
@@ -95,7 +99,12 @@ def sum_dq(
     b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, o_q, lo, hi, where, c: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys lo to hi to ds k and, with c.row_sum, to the row sums of ds.  # [BM, D], [BM]"""
+    """Add the keys lo to hi to ds k and, with c.row_sum, to the row sums of ds.
+
+    The sums are a product with eight equal columns of ones, the least that a tensor core takes: ds
+    is its operand anyway, and turned back into FP32 numbers it would be rounded one by one, on the
+    units that form exp2.  # [BM, D], [BM, 8]
+    """
     p_k, p_v, skt, svt = keys
     n, scale, who = where
     for first in range(lo, hi, c.bn):
@@ -105,13 +114,34 @@ def sum_dq(
         b_ds = operand(b_ds, c.ds, who, o_q[:, None], o_k[None, :], c.native)
         b_dq = dot(b_ds, b_k, b_dq, c.pieces, c.native)
         if c.row_sum:
-            b_sum += tl.sum(b_ds.to(tl.float32), 1)
+            b_ones = tl.full([c.bn, 8], 1.0, tl.float32)
+            if c.native:
+                b_ones = b_ones.to(tl.float16 if b_ds.dtype == tl.float16 else tl.bfloat16)
+            b_sum = dot(b_ds, b_ones, b_sum, c.pieces, c.native)
     return b_dq, b_sum
+
+
+@triton.jit
+def attention_bwd_mean_key_kernel(p_k, p_mean, strides, n, c: tl.constexpr):
+    """The sum of MEAN_ROWS keys over n, FP32: their part in the mean key of the head and sequence.
+
+    Each key is divided first, so that the mean of finite keys is finite. p_mean: (B, H', parts, D).
+    """
+    skb, skh, skt = strides
+    parts = tl.cdiv(n, MEAN_ROWS)
+    pid = tl.program_id(0)
+    pid_bh = pid // parts
+    KEY_HEADS: tl.constexpr = c.h // c.group
+    batch, head = (pid_bh // KEY_HEADS).to(tl.int64), (pid_bh % KEY_HEADS).to(tl.int64)
+    o_k = pid % parts * MEAN_ROWS + tl.arange(0, MEAN_ROWS)
+    b_k = load_rows(p_k + batch * skb + head * skh, skt, o_k, n, c.d, c.even, c.native)
+    b_mean = tl.sum(b_k.to(tl.float32) * (1.0 / n), 0)
+    tl.store(p_mean + pid.to(tl.int64) * c.d + tl.arange(0, c.d), b_mean)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def attention_bwd_dq_kernel(
-    p_q, p_k, p_v, p_do, p_o, p_o_fp32, p_mean_key, p_lse, p_ties, p_delta, p_delta_o, p_delta_ref,
+    p_q, p_k, p_v, p_do, p_o, p_o_fp32, p_mean, p_lse, p_ties, p_delta, p_delta_o, p_delta_ref,
     p_sums, p_dq, strides, n, scale, seed, c: tl.constexpr,
 ):  # fmt: skip
     """One block of BM queries: delta, and dq = scale * ds k, in the inputs' dtype.
@@ -187,7 +217,7 @@ def attention_bwd_dq_kernel(
     tl.store(p_delta + o_row, b_delta, mask=o_q < n)
 
     b_dq = tl.full([c.bm, c.d], 0, tl.float32)
-    b_sum = tl.full([c.bm], 0, tl.float32)
+    b_sum = tl.full([c.bm, 8], 0, tl.float32)
     if c.tile == 0:
         b_dq, b_sum = sum_dq(
             b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, o_q, 0, mid, where, c, False
@@ -211,8 +241,12 @@ def attention_bwd_dq_kernel(
             b_new = round_site(b_new, c.dq_acc, who, o_q[:, None], o_j, c.native)
             b_dq = round_site(b_dq + b_new, c.dq_acc, who, o_q[:, None], o_j + c.d, c.native)
     if c.row_sum:
-        b_mean = tl.load(p_mean_key + pid_bh.to(tl.int64) // c.group * c.d + o_d)  # [1, D]
-        b_dq -= b_sum[:, None] * b_mean
+        parts = tl.cdiv(n, MEAN_ROWS)
+        p_mean += pid_bh.to(tl.int64) // c.group * parts * c.d
+        b_mean = tl.full([1, c.d], 0, tl.float32)
+        for part in range(parts):
+            b_mean += tl.load(p_mean + part * c.d + o_d)
+        b_dq -= (tl.sum(b_sum, 1) * 0.125)[:, None] * b_mean
     store_rows(p_dq + batch * sgb + head * sgh, sgt, o_q, n, scale * b_dq, c.d, c.native)
 
 

@@ -176,6 +176,21 @@ def forward(
     return o, o_stored, o_fp32, lse, b_ties
 
 
+def _mean_key(k, same: dict) -> torch.Tensor:
+    """(B, H', parts, D) float32, which sum to the mean key of each head of keys and sequence. same:
+    `common` of the call."""
+    b, h, n, d = k.shape
+    rows = bwd.MEAN_ROWS.value
+    parts = triton.cdiv(n, rows)
+    mean = torch.empty(b, h, parts, d, dtype=torch.float32, device=k.device)
+    known = Constants(**same, bm=rows, bn=rows, tile=0, even=n % rows == 0)
+    with on_device(k):
+        bwd.attention_bwd_mean_key_kernel[(parts * b * h,)](
+            k, mean, strides(k), n, known, num_warps=8, enable_fp_fusion=False
+        )
+    return mean
+
+
 def backward(
     do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile=None, seed=0, probe=False
 ):
@@ -196,7 +211,7 @@ def backward(
     tile = 0 if tile is None or tile >= n else tile
     dq, dk, dv = (new_rows(x) for x in (q, k, v))
     removed = policy.row_sum == "removed"
-    mean_key = k.mean(2, dtype=torch.float32).contiguous() if removed else None
+    mean_key = _mean_key(k, same) if removed else None
 
     sizes, options = blocks("dq", d, n, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
     known = Constants(

@@ -1,0 +1,284 @@
+"""Row sums of dS out of dQ: which vector takes them off, and what is left of the errors.
+
+A row of dS sums to zero in exact arithmetic, so dq_i = scale * sum_j dS_ij (k_j - c) for any vector
+c that all keys of the row have in common. Rounding leaves a row sum r_i, and the kernel adds
+scale * r_i * c of error for the part c that keys share. `VECTORS` are candidates for c, taken off
+dQ before it is stored; dS keeps its one rounding. `refined` gives r_i back to delta instead, and
+dS is rounded a second time. `left` measures each on a captured head, `ranges` on made inputs:
+
+    python -m lowprec.studies.row_sums data/studies/row_sums        DATE-left, DATE-ranges.parquet
+
+`outside` has what can be done around a kernel of somebody else; it takes half a second a head.
+
+The rule of the prediction, written down before the table was made: on captured failing heads of
+`FA2`, dQ as it is stored has less error with the mean key taken off than with `SAFE`, by a factor
+of TIMES or more in the median over heads (`against_safe`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pandas as pd
+import torch
+
+from lowprec import entry
+from lowprec.attention import attention
+from lowprec.attention.outside import centred as centred_keys
+from lowprec.attention.outside import row_sums_out
+from lowprec.attention.reference import emulate, oracle
+from lowprec.numerics.formats import round_to
+from lowprec.numerics.policy import FA2, LOW
+from lowprec.records.files import data_root
+from lowprec.studies import dated
+from lowprec.studies.rivals import centred, query_gradient
+from lowprec.training.capture import Capture
+
+PARAMETERS = dict(draws=4)
+"""Those of the page: made inputs of each kind."""
+TIMES = 10
+DELTAS = {"o": "FA2", "o_fp32": "SAFE"}
+"""What delta reads, and what `FA2` with it is called."""
+
+
+def seen_mean(t, k):
+    """The mean of the keys that each row of a causal head sees.  (B, H, T, D)"""
+    return k.cumsum(2) / torch.arange(1, k.shape[2] + 1)[:, None]
+
+
+VECTORS = {
+    "none": lambda t, k: torch.zeros_like(k[:, :, :1]),
+    "mean key": lambda t, k: k.mean(2, keepdim=True),
+    "mean of seen keys": seen_mean,
+    "weighted key": lambda t, k: t.p_bwd @ k,
+}
+"""c of a trace and its keys (B, H, T, D), FP32: (B, H, 1 or T, D). The weighted key (P K)_i makes
+dS_ij - r_i P_ij of dS_ij, after dS is rounded, with P as it enters dV; it is not rounded again."""
+CHANGES = (*VECTORS, "refined delta", "refined delta, mean key", "centred keys")
+
+
+def refined(t, q, k, scale, policy):
+    """The trace with delta_i + r_i for delta_i: dS formed and rounded again, dQ and dK from it.
+
+    r_i is the row sum of dS as it was rounded, which a kernel for dQ has when it ends; so dK costs
+    nothing, dQ a second pass. q, k: FP32; accumulators are FP32, as in `FA2` and `LOW`."""
+    t = copy.copy(t)
+    t.delta = t.delta + t.row_sum
+    p = (t.s - t.lse[..., None]).exp()
+    t.ds = round_to(p * (t.dp - t.delta[..., None]), policy.ds.fmt, policy.ds.rounding)
+    t.row_sum, t.dq, t.dk = t.ds.sum(-1), scale * (t.ds @ k), scale * (t.ds.mT @ q)
+    return t
+
+
+def changed(t, change: str, q, k, scale, policy):
+    """The trace as one of CHANGES leaves its dQ and dK, FP32; "centred keys" is of the inputs."""
+    if change.startswith("refined delta"):
+        t = refined(t, q, k, scale, policy)
+        change = change.partition(", ")[2]
+    t = copy.copy(t)
+    t.dq = t.dq - scale * t.row_sum[..., None] * VECTORS.get(change, VECTORS["none"])(t, k)
+    return t
+
+
+def head(q, k, v, do, scale=None, x=None, tile=None, rotation=None) -> SimpleNamespace:
+    """A causal head to measure: q, k, v, do (1, 1, T, D), x (1, T, C) for the gradient of W_Q."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tensors = dict(q=q, k=k, v=v, do=do) | ({} if x is None else dict(x=x))
+    return SimpleNamespace(tensors=tensors, scale=scale, tile=tile, rotation=rotation)
+
+
+def errors(head, policy) -> pd.DataFrame:
+    """What each delta of DELTAS with each of CHANGES leaves of a head's errors, a row each.
+
+    head: a `Capture` or `head`. All errors are against float64 attention on the inputs that it got,
+    as a share of the norm of what is right: dq and dk as stored in the dtype of q; dq_fp32 before
+    it is stored; along, that of dq along the mean key; w_q, of the gradient of W_Q; dk_centred,
+    dk less its mean over the keys, which is zero in exact arithmetic. row_sum: root mean square of
+    the row sums of dS as rounded. moved: how far the change moves the exact dq, by its inputs.
+    """
+    rows = []
+    whole = _exact(head)
+    for change in CHANGES:
+        some = _centred(head) if change == "centred keys" else head
+        right = _exact(some)
+        q, k, v, do = (some.tensors[n].float() for n in ("q", "k", "v", "do"))
+        for source in DELTAS:
+            now = policy.replace(delta_from=source)
+            t = emulate(q, k, v, now, some.tile, do, scale=some.scale)
+            t = changed(t, change, q, k, some.scale, now)
+            found = _errors(some, t, right)
+            rows.append(dict(delta=source, change=change) | found | dict(
+                row_sum=t.row_sum.double().square().mean().sqrt().item(),
+                moved=_share(right.dq, whole.dq),
+            ))  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _exact(head):
+    q, k, v, do = (head.tensors[name] for name in ("q", "k", "v", "do"))
+    return oracle(q, k, v, scale=head.scale, do=do)
+
+
+def _centred(given):
+    if isinstance(given, Capture):
+        return centred(given)
+    k = given.tensors["k"]
+    k = (k.float() - k.float().mean(2, keepdim=True)).to(k.dtype)
+    return head(**given.tensors | dict(k=k), scale=given.scale, tile=given.tile)
+
+
+def _errors(head, t, right) -> dict[str, float]:
+    dtype, k = head.tensors["q"].dtype, head.tensors["k"].double()
+    dq, dk = (x.to(dtype).double() for x in (t.dq, t.dk))
+    common = torch.nn.functional.normalize(k.mean(2, keepdim=True), dim=-1)
+    found = dict(dq=_share(dq, right.dq), dq_fp32=_share(t.dq, right.dq))
+    found["along"] = (((dq - right.dq) * common).sum(-1).norm() / right.dq.norm()).item()
+    if "x" in head.tensors:
+        found["w_q"] = _share(query_gradient(head, dq), query_gradient(head, right.dq))
+    found["dk"] = _share(dk, right.dk)
+    found["dk_centred"] = _share(dk - dk.mean(2, keepdim=True), right.dk)
+    return found
+
+
+def _share(x, right) -> float:
+    return ((x.double() - right).norm() / right.norm()).item()
+
+
+def load_captures() -> dict[str, Capture]:
+    """All captures by name, those of the larger model as gpt2/NAME."""
+    folder = data_root() / "captures"
+    paths = sorted(folder.glob("**/*.xz"))
+    return {p.relative_to(folder).with_suffix("").as_posix(): Capture.load(p) for p in paths}
+
+
+def base_of(name: str):
+    """(name, policy) of the run that failed, for a capture of it or of its healthy partner."""
+    low = name.rpartition("/")[2].startswith("low")
+    return ("LOW", LOW) if low else ("FA2", FA2)
+
+
+def left(name: str, capture) -> pd.DataFrame:
+    """`errors` of a capture under the policy of the run that failed, a row a candidate.
+
+    Columns before: capture, failing, base (FA2 or LOW), layer, head, share (norm of the mean key
+    over the root mean square of the keys)."""
+    base, policy = base_of(name)
+    k = capture.tensors["k"].double()
+    share = (k.mean(2).norm() / k.square().sum(-1).mean().sqrt()).item()
+    about = dict(
+        capture=name, failing="healthy" not in name, base=base, layer=capture.layer,
+        head=capture.heads[0], share=share,
+    )  # fmt: skip
+    found = errors(capture, policy)
+    return pd.concat([pd.DataFrame([about] * len(found)), found], axis=1)
+
+
+def against_safe(table) -> pd.Series:
+    """dQ's error with SAFE over that with the mean key taken off, of each failing head of FA2."""
+    some = table[table.failing & (table.base == "FA2")]
+    by = some.pivot(index="capture", columns=["delta", "change"], values="dq")
+    return by["o_fp32", "none"] / by["o", "mean key"]
+
+
+def _around(vector: str):
+    """A way of WAYS: the channel of ones, and a vector."""
+
+    def way(kernel, q, k, v, scale):
+        return row_sums_out(kernel, q, k, v, scale, vector=vector)
+
+    return way
+
+
+def _centred_first(way):
+    return lambda kernel, q, k, v, scale: way(kernel, q, centred_keys(k), v, scale)
+
+
+def _as_it_is(kernel, q, k, v, scale):
+    return kernel(q, k, v, scale)
+
+
+WAYS = {
+    "as it is": _as_it_is,
+    "centred keys": _centred_first(_as_it_is),
+    "mean key": _around("mean key"),
+    "weighted key": _around("weighted key"),
+    "centred keys, weighted key": _centred_first(_around("weighted key")),
+}
+"""What can be done around a kernel: `lowprec.attention.outside`."""
+KERNELS = {"FA2": "emulate", "PyTorch on a CPU": "sdpa"}
+"""Kernels to do it around, as `impl` of `lowprec.attention.attention`; both have BF16 tensors."""
+
+
+def outside(capture) -> pd.DataFrame:
+    """What each of WAYS around each of KERNELS leaves of a captured head's errors, a row each.
+
+    Columns kernel, way, dq, dk: errors as in `errors`, but against float64 attention on the keys as
+    captured, so that the rounding of centred keys counts."""
+    right, rows = _exact(capture), []
+    for name, impl in KERNELS.items():
+
+        def kernel(q, k, v, scale, impl=impl):
+            return attention(q, k, v, FA2, scale=scale, impl=impl)
+
+        for way, call in WAYS.items():
+            leaves = [capture.tensors[n].detach().requires_grad_() for n in ("q", "k", "v")]
+            o = call(kernel, *leaves, capture.scale)
+            dq, dk, _ = torch.autograd.grad(o, leaves, capture.tensors["do"])
+            rows.append((name, way, _share(dq, right.dq), _share(dk, right.dk)))
+    return pd.DataFrame(rows, columns=["kernel", "way", "dq", "dk"])
+
+
+def made(kind: str, size: float, generator) -> SimpleNamespace:
+    """A random head in BF16, D = 64: Gaussian q, k, v, dO, and one thing beside it.
+
+    "common part": all keys have a vector of `size` times their root mean square in common, T = 256.
+    "negative scores": that vector is as long as the keys, and every q has a part against it that
+    moves all scores by about -size, T = 256. "long rows": the common part is 1, T = size.
+    """
+    tokens, d = int(size) if kind == "long rows" else 256, 64
+    q, k, v, do = torch.randn(4, 1, 1, tokens, d, generator=generator)
+    shared = torch.randn(d, generator=generator)
+    shared *= math.sqrt(d) / shared.norm()
+    k = k + (size if kind == "common part" else 1.0) * shared
+    if kind == "negative scores":
+        q = q - size / math.sqrt(d) * shared  # times k, over the root of d: -size
+    return head(*(x.bfloat16() for x in (q, k, v, do)))
+
+
+RANGES = {
+    "common part": (0.0, 1.0, 10.0, 100.0),
+    "negative scores": (10.0, 100.0, 1000.0),
+    "long rows": (64.0, 1024.0, 4096.0),
+}
+"""Kinds of `made` and their sizes."""
+
+
+def ranges(draws: int) -> pd.DataFrame:
+    """`errors` under FA2 of made heads; columns before: kind, size, draw (one of long rows)."""
+    tables = []
+    for kind, sizes in RANGES.items():
+        for size in sizes:
+            for draw in range(1 if kind == "long rows" else draws):
+                some = made(kind, size, torch.Generator().manual_seed(draw))
+                found = errors(some, FA2)
+                tables.append(found.assign(kind=kind, size=size, draw=draw))
+    table = pd.concat(tables, ignore_index=True)
+    first = ["kind", "size", "draw"]
+    return table[first + [name for name in table if name not in first]]
+
+
+def measure(draws: int) -> dict[str, pd.DataFrame]:
+    """The tables `left` of all captures and `ranges`."""
+    tables = [left(name, capture) for name, capture in load_captures().items()]
+    return dict(left=pd.concat(tables, ignore_index=True), ranges=ranges(draws))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure what the vector that takes row sums out of dQ leaves of the errors of dQ and dK."""
+    dated.command("row_sums", main.__doc__, measure, argv, **PARAMETERS)
+
+
+if __name__ == "__main__":
+    entry(main)

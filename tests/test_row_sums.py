@@ -1,0 +1,162 @@
+"""Row sums out of dQ: each candidate is an identity in exact arithmetic, and what it leaves."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from conftest import family
+
+from lowprec.attention.reference import causal_mask, emulate, oracle
+from lowprec.numerics.policy import ALL_FP32, FA2, LOW
+from lowprec.records.files import data_root
+from lowprec.studies import dated, row_sums
+from lowprec.studies.row_sums import CHANGES, DELTAS, changed, errors, head, made
+from lowprec.training.capture import Capture
+
+
+def common(size=1.0, seed=0):
+    return made("common part", size, torch.Generator().manual_seed(seed))
+
+
+def traced(some, policy):
+    q, k, v, do = (some.tensors[n].float() for n in ("q", "k", "v", "do"))
+    return q, k, emulate(q, k, v, policy, do=do, scale=some.scale)
+
+
+def test_in_fp32_every_change_leaves_the_gradients_as_they_are():
+    table = errors(common(), ALL_FP32)
+    assert list(table.change.unique()) == list(CHANGES) and len(table) == 2 * len(CHANGES)
+    assert (table.dq_fp32 < 1e-5).all() and table.dq.max() < 3e-3  # dQ is stored in BF16
+
+
+@pytest.mark.parametrize("policy", [FA2, LOW], ids=["FA2", "LOW"])
+def test_the_mean_key_is_the_field_of_the_policy(policy):
+    q, k, t = traced(common(), policy)
+    wanted = traced(common(), policy.replace(row_sum="removed"))[2]
+    got = changed(t, "mean key", q, k, common().scale, policy)
+    torch.testing.assert_close(got.dq, wanted.dq, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(got.dq, t.dq, rtol=1e-5, atol=1e-6)
+    assert torch.equal(changed(t, "none", q, k, common().scale, policy).dq, t.dq)
+
+
+def test_the_weighted_key_takes_each_row_sum_off_where_p_is():
+    q, k, t = traced(common(), FA2)
+    scale = common().scale
+    got = changed(t, "weighted key", q, k, scale, FA2).dq
+    ds = t.ds - t.row_sum[..., None] * t.p_bwd
+    torch.testing.assert_close(got, scale * (ds @ k), rtol=1e-4, atol=1e-5)
+
+
+def test_the_mean_of_seen_keys_is_that_of_the_causal_rows():
+    some = common()
+    k = some.tensors["k"].float()
+    seen = causal_mask(256, 256, "cpu").float()
+    wanted = (seen / seen.sum(1, keepdim=True)) @ k
+    torch.testing.assert_close(row_sums.seen_mean(None, k), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_refined_delta_makes_rows_sum_to_zero_as_far_as_ds_is_not_rounded_again():
+    policy = FA2.replace(ds="fp32")
+    for now, rest in ((policy, 1e-2), (FA2, 0.9)):
+        q, k, t = traced(common(), now)
+        got = row_sums.refined(t, q, k, common().scale, now)
+        assert got.row_sum.norm() < rest * t.row_sum.norm()
+        torch.testing.assert_close(got.delta, t.delta + t.row_sum)
+        torch.testing.assert_close(got.dk, common().scale * got.ds.mT @ q)
+    assert torch.equal(got.ds, got.ds.bfloat16().float())
+
+
+def test_what_keys_have_in_common_is_what_the_changes_take_out():
+    table = errors(common(10.0), FA2).set_index(["delta", "change"])
+    plain, gone = table.loc[("o", "none")], table.loc[("o", "mean key")]
+    assert gone.dq < 0.1 * plain.dq and gone.along < 0.1 * plain.along <= 0.1 * plain.dq
+    assert table.loc[("o", "centred keys")].moved > 0 and plain.moved == 0
+    assert plain.row_sum == gone.row_sum > 10 * traced(common(10.0), ALL_FP32)[2].row_sum.std()
+    assert plain.dk_centred < plain.dk
+
+
+def test_errors_are_shares_against_float64():
+    some = common()
+    q, k, v, do = (some.tensors[n] for n in ("q", "k", "v", "do"))
+    right = oracle(q, k, v, do=do)
+    t = emulate(q.float(), k.float(), v.float(), FA2, do=do.float())
+    found = errors(some, FA2).iloc[0]
+    for name in ("dq", "dk"):
+        wrong = getattr(t, name).bfloat16().double() - getattr(right, name)
+        assert found[name] == pytest.approx((wrong.norm() / getattr(right, name).norm()).item())
+
+
+def test_made_heads_are_what_their_kind_says():
+    k = common(100.0).tensors["k"].double()
+    share = k.mean(2).norm() / k.square().sum(-1).mean().sqrt()
+    assert share > 0.999
+    some = made("negative scores", 100.0, torch.Generator().manual_seed(0))
+    s = some.scale * some.tensors["q"].double() @ some.tensors["k"].double().mT
+    assert s.max() < -50 and s.mean() == pytest.approx(-100, rel=0.05)
+    assert made("long rows", 64.0, torch.Generator()).tensors["q"].shape == (1, 1, 64, 64)
+
+
+def test_a_row_names_its_head_and_the_policy_of_the_run_that_failed():
+    path = data_root() / "captures" / "low-c-healthy-seed6-1230.xz"
+    table = row_sums.left("low-c-healthy-seed6-1230", Capture.load(path).first(128))
+    assert not table.failing.any() and set(table.base) == {"LOW"} and set(table["head"]) == {3}
+    assert table.notna().all(axis=None) and set(table.delta) == set(DELTAS)
+    assert row_sums.base_of("gpt2/fa2-seed2-1750")[1] == FA2
+
+
+def test_the_rule_compares_dq_on_failing_heads_of_fa2():
+    rows = [
+        ("a", True, "FA2", "o_fp32", "none", 6.0), ("a", True, "FA2", "o", "mean key", 0.5),
+        ("a", True, "FA2", "o", "none", 9.0), ("b", False, "FA2", "o_fp32", "none", 1.0),
+        ("b", False, "FA2", "o", "mean key", 1.0), ("c", True, "LOW", "o_fp32", "none", 1.0),
+        ("c", True, "LOW", "o", "mean key", 1.0),
+    ]  # fmt: skip
+    columns = ["capture", "failing", "base", "delta", "change", "dq"]
+    assert row_sums.against_safe(pd.DataFrame(rows, columns=columns)).to_dict() == {"a": 12.0}
+
+
+def test_families_without_a_common_part_are_not_harmed():
+    q, k, v, do = family("normal", (1, 1, 128, 64))
+    table = errors(head(q, k, v, do), FA2).set_index(["delta", "change"])
+    assert table.dq.max() < 1.1 * table.loc[("o", "none")].dq < math.inf
+
+
+def test_what_is_done_around_a_kernel_is_what_is_done_inside():
+    """But for the storage of dQ before its row sums are taken off."""
+    name = "gpt2/fa2-seed2-1750"
+    capture = row_sums.load_captures()[name]
+    around = row_sums.outside(capture).set_index(["kernel", "way"])
+    assert len(around) == len(row_sums.WAYS) * len(row_sums.KERNELS)
+    inside = row_sums.left(name, capture).set_index(["delta", "change"]).loc["o"]
+    ours = around.loc["FA2"]
+    assert ours.dq["as it is"] == pytest.approx(inside.dq["none"], rel=1e-3)
+    for way in ("mean key", "weighted key"):
+        assert ours.dq[way] == pytest.approx(inside.dq[way], abs=2e-3)
+        assert ours.dk[way] == pytest.approx(inside.dk["none"], rel=1e-2)
+    for _, some in around.groupby("kernel"):
+        some = some.droplevel("kernel").dq
+        assert some["centred keys"] < 0.1 * some["as it is"]
+        assert some["centred keys, weighted key"] < some["centred keys"]
+
+
+def test_a_head_of_the_recorded_table_comes_out_again():
+    """As near as another CPU's order of sums leaves it."""
+    tables = dated.recorded("row_sums", **row_sums.PARAMETERS)
+    table, of_ranges = tables["left"], tables["ranges"]
+    captures = row_sums.load_captures()
+    assert table.groupby("capture").size().to_dict() == dict.fromkeys(captures, 2 * len(CHANGES))
+    assert of_ranges.groupby("kind")["size"].unique().map(tuple).to_dict() == row_sums.RANGES
+    name = "gpt2/fa2-seed2-1750"
+    then = table[table.capture == name].reset_index(drop=True)
+    again = row_sums.left(name, captures[name])
+    assert again[["capture", "head", "delta", "change"]].equals(
+        then[["capture", "head", "delta", "change"]]
+    )
+    for column in ("dq", "along", "w_q", "dk"):
+        assert again[column].tolist() == pytest.approx(then[column].tolist(), rel=0.02)
+
+
+def test_the_recorded_table_decides_the_prediction():
+    factors = row_sums.against_safe(dated.recorded("row_sums", **row_sums.PARAMETERS)["left"])
+    assert len(factors) == 4 and factors.median() >= row_sums.TIMES

@@ -1,0 +1,374 @@
+"""Numbers that pages in the old form type and no cell computes: a test goes with its sentence."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from conftest import chosen, excess
+
+from lowprec.attention import trace
+from lowprec.diagnose import probe as affected
+from lowprec.evidence.heads import sums, take_offs
+from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.records import explosion
+from lowprec.studies import mixed_runs
+from lowprec.studies.crossed import WAYS
+from lowprec.studies.deviation import estimate
+from lowprec.studies.pairs import along
+
+ROOT = Path(__file__).resolve().parent.parent
+WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
+
+
+def test_page_42_which_changes_of_training_come_later(recorded):
+    low = {run.seed: run.explosion.onset for run in chosen(recorded, "mini", "low")}
+    later = {
+        arm: sorted(x.explosion.onset > low[x.seed] for x in chosen(recorded, "rivals", arm))
+        for arm in ("lr_half", "warmup_4x")
+    }
+    half = {"lr_half": [False, False, True, True]}
+    assert later == half | {"warmup_4x": [False, True, True, True]}
+    quarter = chosen(recorded, "rivals", "lr_quarter")
+    onsets = {x.explosion and x.explosion.onset for x in quarter}
+    assert onsets == {4773, 8348, 8475, None} and {len(x.metrics) for x in quarter} >= {21_000}
+    assert all(x.explosion is None or x.explosion.onset > low[x.seed] for x in quarter)
+
+
+def test_page_12_one_run_of_fa2_has_no_take_off_between_probes_far_apart(recorded):
+    first = [run for run in chosen(recorded, "mini", "fa2") if run.seed < 4]
+    assert [take_offs(run, 2, 200, every=200).empty for run in first].count(True) == 1
+
+
+def test_page_12_the_errors_sum_to_something_positive_with_each(recorded):
+    trained = chosen(recorded, "sites", "paper", "released") + chosen(recorded, "mini", "fa2")
+    assert len(trained) == 16
+    assert all(sums(run, 599, 999).loc[1].delta_bias.sum() > 0 for run in trained)
+
+
+def test_page_24_how_often_the_largest_sum_of_all_heads_names_the_first(recorded):
+    def named(*names):
+        of = []
+        for run in chosen(recorded, *names):
+            taken = take_offs(run, lag=200, every=200)
+            if len(taken) and (end := taken.step[0] - 400) >= 200:
+                values = sums(run, end - 200, end).delta_bias
+                of.append(values.idxmax() == (taken.layer[0], taken["head"][0]))
+        return np.array([sum(of), len(of)])
+
+    other = [("sites", "paper", "only_o", "only_o_acc"), ("mini", "fa2")]
+    other += [("production", "fa2_tile128"), ("rivals", "fp16")]
+    assert list(sum(named(*names) for names in other)) == [20, 27]
+    assert list(named("sites", "only_o")) == [3, 4], "page 24 says three of six, none of them"
+    assert list(named("sites", "only_o_acc")) == [2, 4], "with the numerator alone"
+    bf16 = [("sites", "released"), ("mini", "low", "o_acc", "dodo")]
+    assert list(sum(named(*names) for names in bf16)) == [8, 28]
+
+
+def test_page_39_what_was_put_in_and_what_rounding_has(recorded):
+    for run in chosen(recorded, "mini", "fa2"):
+        tables = [sums(run, 500, 1500), sums(run, 500, 1500).sum()]
+        heads, every = (x.delta_bias / x.delta_abs for x in tables)
+        assert 0.0025 < every < heads.max() < 0.02
+        assert (heads > 0.0025).mean() < 0.2, "page 39 says that 0.25 % is more than most have"
+    few = [run.explosion is not None for run in chosen(recorded, "drift", "bias-eighth")]
+    assert sorted(few) == [False, False, False, True]
+
+
+def test_page_45_a_larger_model(larger):
+    """The first screen: right on all four, in one by the scores alone."""
+    rows = {name: affected.probe(c, policy=c.policy.replace(delta_from="o")).iloc[0]
+            for name, c in larger.items()}  # fmt: skip
+    assert len(rows) == 4 and all(r.alarm == ("healthy" not in name) for name, r in rows.items())
+    silent = [r for r in rows.values() if not r.alarm]
+    assert sum(r.share >= affected.SHARE for r in silent) == 1
+    assert all(abs(r.common) < affected.COMMON for r in silent)
+
+
+def test_page_41_ties_with_the_rule(recorded):
+    def share(run, step):
+        some = run.probes[run.probes.step == step]
+        return some.tied_rows.sum() / some.rows.sum()
+
+    ruled = chosen(recorded, "rivals", "beta2_floor")
+    assert len(ruled) == 8 and not any(run.explosion for run in ruled)
+    assert min(share(run, 6999) / share(run, 599) for run in ruled) > 3
+
+
+def test_page_46_weights_below_1_without_silence(recorded):
+    """The shelf, too."""
+    moved = chosen(recorded, "rivals", "dither", "offset_1", "offset_2")
+    ended = chosen(recorded, "untying", "untied_faint", "loud_open")
+    assert len(moved) == 12 and {run.info["ended"] for run in moved} == {"explosion"}
+    assert len(ended) == 8 and {run.info["ended"] for run in ended} == {"non-finite"}
+    assert sum(run.explosion.onset < len(run.metrics) - 1 for run in ended) == 2
+    assert all(not take_offs(run, lag=200, every=200).empty for run in moved), "intro"
+    bare = ended + chosen(recorded, "rivals", "beta2", "beta7")
+    bare += chosen(recorded, "ties", "untied_open")
+    assert {run.info["ended"] for run in bare} == {"non-finite"}
+    assert sum(run.explosion.onset < len(run.metrics) - 1 for run in bare) == 2
+    begun = [not take_offs(run, lag=200, every=200).empty for run in bare]
+    assert (sum(begun), len(begun)) == (7, 20), "page 46 and intro"
+    assert sum(run.probes.step.max() < 799 for run in bare) == 8, "intro"
+
+
+def test_page_46_silence(recorded):
+    loud = chosen(recorded, "held", "untied_loud")
+    assert all(run.explosion is None and not take_offs(run, 2, 200).empty for run in loud)
+    rows = pd.read_parquet(ROOT / "data/runs/untying/silence.parquet")
+    rows = rows[(rows.arm == "loud_seen") & (rows.layer == 1)]
+    rows = rows.groupby(["step", "seed"])[["tied", "tied_lost"]].sum()
+    share = (rows.tied_lost / rows.tied).unstack()
+    assert (share.loc[1400] > 0.95).all() and share.loc[2400].mean() < 0.8
+    muted, late = (chosen(recorded, "silent", arm) for arm in ("tied_muted", "tied_muted_late"))
+    ruled = chosen(recorded, "rivals", "beta2_floor", "beta7_floor")
+    ruled = [run for run in ruled if run.seed < 4]
+    ruled += loud + chosen(recorded, "ties", "untied")
+    assert (len(muted), len(late), len(ruled)) == (4, 4, 16), "the page has them in a table"
+    for run in muted + late + ruled:
+        assert run.explosion is None and run.info["ended"] == "completed"
+    first = [run for run in chosen(recorded, "mini", "low") if run.seed < 4]
+    assert len(first) == 4 and all(run.explosion.confirmed for run in first)
+    healthy = {run.seed: run.final_loss for run in chosen(recorded, "mini", "o_fp32")}
+    for run in muted:
+        assert take_offs(run, lag=200, every=50).empty
+        assert 0 < run.final_loss - healthy[run.seed] < 0.02
+    for run in late:
+        assert not take_offs(run, lag=200, every=50).empty and excess(run).max() < 0.3
+        assert 0.04 < run.final_loss - healthy[run.seed] < 0.07
+
+
+def test_page_47_fp16_with_delta_from_an_unrounded_output(recorded):
+    kept = chosen(recorded, "fp16", "fp16_o_fp32")
+    assert [run.info["ended"] for run in kept] == ["completed"] * 4
+    for run in kept:
+        assert excess(run).max() < 0.1 and take_offs(run, lag=200, every=200).empty
+    late = {
+        name: {run.seed: sums(run, 1399, 1599).loc[1].sum() for run in chosen(recorded, *name)}
+        for name in (("fp16", "fp16_o_fp32"), ("rivals", "fp16"))
+    }
+    unread, read = late.values()
+    for seed in range(4):
+        assert unread[seed].delta_bias > 0.5 * read[seed].delta_bias
+
+
+def test_page_47_what_the_same_squared_error_sums_to():
+    table = pd.read_parquet(ROOT / "data/runs/crossed/crossed.parquet")
+    total = table.groupby(["way", "arm", "seed"])[["eps", "e_sq"]].sum()
+    h = total.eps / total.e_sq
+    assert (h["LOW", "fp16_o_fp32"] > 10 * h["LOW", "low_o_fp32"]).all()
+    share = total.eps["FP16", "fp16_o_fp32"] / total.eps["LOW", "low_o_fp32"]
+    assert (share > 3 / 64).all() and 0.35 < share.max() < 0.4
+    square = (h["FP16"] / h["LOW"])[["fp16_o_fp32", "fp32"]]
+    assert square.between(0.6, 1.4).all() and square.min() < 0.65
+
+
+def test_page_47_two_runs_of_low_take_off_by_step_999(recorded):
+    first = {
+        arm: [
+            take_offs(run, lag=200, every=200).step.min()
+            for run in chosen(recorded, "mini", arm)
+            if run.seed < 4
+        ]
+        for arm in ("low", "o_fp32")
+    }
+    assert sorted(first["low"]) == [799, 999, 1199, 1199] and np.isnan(first["o_fp32"]).all()
+
+
+def test_page_47_the_larger_the_error_handed_on_the_smaller_the_ratio(captures):
+    def wrong(c, policy, dtype):
+        q, k, v, do = (c.tensors[name].float() for name in ("q", "k", "v", "do"))
+        o, exact = (
+            trace(q, k, v, do, p, scale=c.scale, impl="emulate").o for p in (policy, "ALL_FP32")
+        )
+        return ((o.to(dtype).float() - exact).norm() / exact.norm()).item()
+
+    healthy = [c for name, c in captures.items() if "healthy" in name]
+    low, fp16 = (WAYS[way]["policy"] for way in ("LOW", "FP16"))
+    for c in healthy:
+        fa2, fp32 = (wrong(c, p, torch.bfloat16) for p in ("FA2", "ALL_FP32"))
+        assert 1 < fa2 / fp32 < 1.1
+        assert wrong(c, low, torch.bfloat16) > 1.5 * fa2 > 2 * wrong(c, fp16, torch.float16)
+    table = pd.read_parquet(ROOT / "data/runs/crossed/crossed.parquet").query("way == 'LOW'")
+    total = table.groupby(["arm", "seed"])[["eps", "e_sq"]].sum()
+    h = (total.eps / total.e_sq).unstack("arm")
+    middle = h[["fa2_o_fp32", "fp32"]]
+    assert len(healthy) == 3 and h.low_o_fp32.max() < middle.min(axis=None)
+    assert middle.max(axis=None) < h.fp16_o_fp32.min()
+
+
+def test_page_43_one_capture_apart_the_errors_of_a_sequence_add_up_to_about_as_much():
+    record = sorted((ROOT / "data/peers").glob("*.json"))[-1]
+    table = pd.DataFrame(json.loads(record.read_text())["captures"])
+    size = table.pivot(index="capture", columns="program", values="gradient")
+    ratio = size[["flash", "cuDNN", "efficient", "flex"]].div(size.FA2, axis=0).stack()
+    assert len(ratio) == 28 and 0.24 < ratio["fa2-b-seed4-1580", "cuDNN"] < 0.26
+    assert ratio.drop(("fa2-b-seed4-1580", "cuDNN")).between(0.5, 2).all()
+
+
+def test_page_32_how_much_of_the_errors_adds_up():
+    """Its first screen: nearly nine tenths, more than a third, unrelated ones about a tenth."""
+    for name, head, low, high in zip(
+        WINDOWS, (2, 5, 3), (0.85, 0.85, 1 / 3), (0.9, 0.9, 0.4), strict=True
+    ):
+        table = pd.read_parquet(ROOT / f"data/runs/windows/{name}/query_error.parquet")
+        table = table[(table.layer == 1) & (table["head"] == head)]
+        lengths = table.error_norm.astype(float)
+        assert low < float(table.sum_norm.iloc[-1]) / lengths.sum() < high, name
+        assert 0.07 < (lengths**2).sum() ** 0.5 / lengths.sum() < 0.14, name
+
+
+def test_page_62_whom_the_yardstick_warns_of(recorded):
+    page = json.loads((ROOT / "notebooks/62_do_weights_drift_apart.ipynb").read_text())
+    first = " ".join("".join(page["cells"][0]["source"]).split())
+    assert "before that most runs of both are near, and at the onset all are far" in first
+    found = {(r.arm, r.seed): r.run for r in recorded["mini"].itertuples()}
+
+    def gaps(a, b):
+        """At each probe: in loss, so far, and of σ(W_Q) of the mean and of the largest head."""
+        a_loss, b_loss = (pd.Series(explosion.window_mean(run.metrics.loss)) for run in (a, b))
+        loss = ((a_loss - b_loss).dropna().loc[50:] ** 2).expanding().mean() ** 0.5
+        a_sigma, b_sigma = (run.probes.pivot(index="step", columns=["layer", "head"],
+                                             values="sigma_q") for run in (a, b))  # fmt: skip
+        sigma = (a_sigma - b_sigma).dropna().abs()
+        return [loss, sigma.mean(axis=1), sigma.max(axis=1)]
+
+    seeds = [seed for arm, seed in found if arm == "o_fp32"]
+    healthy = [gaps(found["o_fp32", i], found["o_fp32", j]) for i in seeds for j in seeds if i < j]
+    bound = [pd.concat(of, axis=1).median(axis=1) for of in zip(*healthy, strict=True)]
+    within = {}
+    for arm in ("low", "fa2"):
+        for seed in seeds:
+            run, apart = found[arm, seed], gaps(found[arm, seed], found["o_fp32", seed])
+            onset, taken = run.explosion.onset, take_offs(run).step.min()
+            assert onset - taken > 500 if arm == "low" else onset - taken < 500
+            for k, step in enumerate((onset - 500, taken - 100, onset)):
+                at = [(r / b).loc[:step] for r, b in zip(apart, bound, strict=True)]
+                ratio = [r.dropna().iloc[-1] for r in at]
+                within.setdefault((arm, k), []).append([x <= 1 for x in ratio])
+    counts = {key: np.sum(rows, axis=0).tolist() for key, rows in within.items()}
+    assert counts["low", 0] == [0, 0, 0] and counts["fa2", 0] == [7, 8, 7]
+    assert counts["low", 1] == [8, 8, 5] and counts["fa2", 1] == [7, 8, 6]
+    assert counts["low", 2] == counts["fa2", 2] == [0, 0, 0]
+
+
+def test_page_62_what_stays_further_away():
+    table = pd.read_parquet(ROOT / "data/runs/pairs/weights.parquet")
+    pairs = {"tiles": "bf16_flash:bf16", "FA2": "fa2:bf16", "BF16": "bf16:fp32",
+             "batches": "order:fp32", "seeds": "fp32:fp32"}  # fmt: skip
+    rms, moved = ({name: along(table, pair, column).iloc[-1] for name, pair in pairs.items()}
+                  for column in ("rms", "moved"))  # fmt: skip
+    way = {name: round(100 * float((rms[name] / moved[name]).median()), 1) for name in pairs}
+    assert way == {"tiles": 7.4, "FA2": 8.7, "BF16": 8.8, "batches": 30.8, "seeds": 141.5}
+
+
+def test_page_63_what_the_first_screen_says():
+    found = {name: mixed_runs.load(name, ROOT / "data/mixed")[1]
+             for name in ("digits", "text", "gpt", "digits-many", "text-many")}  # fmt: skip
+    loss = {n: t.pivot(index="seed", columns="arm", values="loss") for n, t in found.items()}
+    assert [len(loss[name]) for name in ("digits-many", "text-many", "gpt")] == [64, 64, 3]
+    for name in ("digits-many", "text-many"):
+        for arm, base in (("bf16", "fp32"), ("bf16-truncated", "bf16"), ("fp16", "fp32")):
+            e = estimate((loss[name][arm] - loss[name][base]).tolist())
+            assert e.low < 0 < e.high, "not seen to cost"
+    ends = {name: t[t.arm == "fp16"].vanished_logits.mean() for name, t in found.items()}
+    assert ends["text"] < 0.5 < ends["digits"] < 0.9 < ends["gpt"], "more than half, nearly all"
+
+
+def test_page_47_fp16_has_few_tied_maxima(recorded):
+    for run in chosen(recorded, "rivals", "fp16"):
+        total = sums(run, 1399, 1599).loc[1].sum()
+        assert total.tied_rows < 0.01 * total.rows
+        assert take_offs(run, lag=200, every=200).step.min() > 1599
+
+
+def test_page_31_dp_alone_misses_zero_about_as_far_as_o_alone(captures):
+    for name, c in captures.items():
+        q, k, v, do = (c.tensors[x] for x in ("q", "k", "v", "do"))
+        off = {}
+        for site in ("o", "dp"):
+            policy = PrecisionPolicy.parse(f"ALL_FP32+{site}=bf16")
+            t = trace(q, k, v, do, policy, scale=c.scale, impl="emulate")
+            ds = (t.s - t.lse[..., None]).exp() * (t.dp - t.delta[..., None])
+            off[site] = ds.sum(-1, dtype=torch.float64).norm()
+        assert 0.4 < off["dp"] / off["o"] < 2, name
+
+
+def test_page_45_the_probe_does_not_see_p(recorded):
+    of = chosen(recorded, "amount", "p_e8m5", "p_e8m6")
+    assert len(of) == 8 and all(run.probes.delta_abs.max() == 0 for run in of)
+    assert all(run.explosion.confirmed for run in of)
+
+
+def test_page_37_how_large_the_sum_is_beside_its_law():
+    crossed, alone = (pd.read_parquet(ROOT / "data/runs" / name) for name in
+                      ("crossed/crossed.parquet", "amount/alone.parquet"))  # fmt: skip
+    total = crossed[crossed.way == "FP16"].groupby(["arm", "seed"])[["eps", "eps_sq"]].sum()
+    law = total.eps / (32 * 1024 * total.eps_sq)
+    assert len(law) == 16 and 0.45 < law.min() < law.max() < 0.95, "half to nine tenths"
+    total = alone.groupby(["way", "seed"])[["eps", "eps_sq"]].sum()
+    law = total.eps / (32 * 1024 * total.eps_sq)
+    assert len(law) == 32 and 0.55 < law.min() < law.max() < 0.95, "six to nine tenths"
+
+
+def test_page_26_a_larger_batch(recorded):
+    tokens = json.loads((ROOT / "data/corpora/pysource.json").read_text())["tokens"]
+    small = {run.seed: run.explosion.onset for run in chosen(recorded, "mini", "fa2")}
+    wide, fixed = (chosen(recorded, "batches", arm) for arm in ("fa2_4x", "fa2_o_fp32_4x"))
+    assert {len(run.metrics) for run in fixed} == {5000} and round(5000 * 131_072 / tokens) == 4
+    times = [run.explosion.onset / small[run.seed] * 4 for run in wide]
+    assert 1.95 < min(times) and max(times) < 3.2, "two to three times, says intro"
+    onsets = [run.explosion.onset * 131_072 / tokens for run in wide]
+    onsets += [small[run.seed] * 32_768 / tokens for run in wide]
+    ends = [f"{x:.1f}" for some in (onsets[:4], onsets[4:]) for x in (min(some), max(some))]
+    assert ends == ["1.0", "1.2", "0.4", "0.6"]
+    (paper,), (healthy,) = (chosen(recorded, "batches", f"fa2{arm}_16x") for arm in ("", "_o_fp32"))
+    assert f"{paper.explosion.onset * 524_288 / tokens:.1f}" == "7.7"
+    assert take_offs(paper, lag=200, every=200).layer.iloc[0] == 1, "and intro"
+    assert len(healthy.metrics) == 4000 and round(4000 * 524_288 / tokens) == 14
+
+
+def test_page_26_the_papers_setting(recorded):
+    """Intro, the changelog and data/README.md say some of it, too."""
+    (run,), (other,) = (chosen(recorded, "paper", arm) for arm in ("low", "o_fp32"))
+    tokens = json.loads((ROOT / "data/corpora/pysource.json").read_text())["tokens"]
+    assert run.explosion.onset == 4506 and round(4506 * 524_288 / tokens) == 15
+    assert len(other.metrics) == 8000 and round(8000 * 524_288 / tokens) == 27
+    assert take_offs(other).empty and set(take_offs(run).layer) == {1}, "and shelf.md"
+    table = pd.read_parquet(ROOT / "data/runs/paper/probed.parquet")
+    alarms = table.groupby(["run", "sequences"]).alarm.sum()
+    assert dict(alarms["o_fp32-seed0"]) == {4: 1, 32: 0}, "the limits of page 45"
+    middle = table[table.sequences == 32].groupby(["run", "layer"]).coherence.median()
+    assert middle.max() < 0.01 and middle["low-seed0", 1] < -0.015, "the limits of page 45"
+    assert set(table.step) == {run.explosion.onset - 6}, "six steps before"
+    mean, end = (explosion.window_mean(r.metrics.loss) for r in (run, other))
+    lowest = mean[:4506].min()
+    sigma = run.probes[run.probes.step < 4500].groupby("step").sigma_q.max().iloc[-1]
+    grown = other.probes.groupby("step").sigma_q.max()
+    seen = f"{lowest:.2f}", f"{mean[4499] - lowest:.1f}", f"{sigma:.0f}", f"{end[-1]:.2f}"
+    assert (*seen, f"{grown.iloc[-1]:.1f}") == ("0.65", "0.4", "76", "0.39", "7.9")
+    assert (grown[3999::500].diff().dropna() > 0).all(), "still growing"
+    sums_ = [
+        r.probes[(r.probes.layer == 1) & r.probes.step.between(2000, 2999)].delta_bias.sum()
+        for r in (run, other)
+    ]
+    assert 0.8 < sums_[1] / sums_[0] < 1.25, "about as much"
+    assert [round(r.info["seconds"] / 60) for r in (run, other)] == [25, 38]
+
+
+def test_pages_47_and_21_what_is_sooner(recorded):
+    shorter = {run.seed: run.explosion.onset for run in chosen(recorded, "rivals", "fp16")}
+    wide = chosen(recorded, "fp16", "fp16_s_fp32")
+    assert all(run.explosion.confirmed for run in wide) and len(wide) == 4, "and intro"
+    assert sum(run.explosion.onset < shorter[run.seed] for run in wide) == 2
+    low = {run.seed: run for run in chosen(recorded, "mini", "low")}
+    tiled = chosen(recorded, "sites", "tile64", "tile512")
+    early = [run for run in tiled if run.explosion.onset < low[run.seed].explosion.onset]
+    assert (len(early), sum("H100" in run.hardware for run in early)) == (7, 5), "limits of page 21"
+
+    def total(run):
+        return run.probes[run.probes.step.between(200, 800, "right")].delta_bias.sum()
+
+    ratios = [total(run) / total(low[run.seed]) for run in chosen(recorded, "sites", "tile64")]
+    assert (np.array(ratios) < 1.3).sum() == 2, "limits of page 21"
