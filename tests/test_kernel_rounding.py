@@ -210,6 +210,7 @@ NATIVE = [
             ("LOW", 128, dict(dtype="float16")),
             ("RELEASED", 64, dict(n=200)),
             ("LOW", None, dict(scale=0.1)),
+            ("FA2+row_sum=removed", None, dict(heads=1)),
             ("RELEASED", None, dict(heads=1)),
             ("RELEASED", 512, dict(heads=1)),
             ("LOW+s=bf16:stochastic+p=fp16:stochastic+shift=dither(amplitude=1)", 64, {}),

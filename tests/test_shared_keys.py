@@ -175,7 +175,7 @@ def test_no_output_of_the_kernels_has_a_copy_for_each_head(monkeypatch):
         return empty(*shape, **how)
 
     monkeypatch.setattr(launch.torch, "empty", noted)
-    run(*inputs_of(1, n=16), FA2.replace(row_sum="removed"))
+    run(*inputs_of(1, n=16), SAFE)
     of_rows = sorted(shape for shape in made if shape[-1] == 32)
     assert of_rows == [(2, 16, 1, 32)] * 2 + [(2, 16, 4, 32)] * 4  # o and as the policy stores it
 
