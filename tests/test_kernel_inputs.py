@@ -190,6 +190,7 @@ def test_tensors_not_taken_raise(monkeypatch):
         (x[..., :48], x[..., :48], 0.1, "head_dim=48"),
         (x.double(), x.double(), 0.1, "torch.float64"),
         (x, x[:, :, :4], 0.1, "as many queries as keys"),
+        (x.expand(-1, 3, -1, -1), x.expand(-1, 2, -1, -1), 0.1, "2 heads of keys .* 3 of queries"),
         (far, far, 0.1, "seqlen=8"),
         (many, many, 0.1, "seqlen=128 .* fewer heads"),
         (x, x, 0.0, "positive scale"),

@@ -35,7 +35,8 @@ def attention(
     q, k, v: (batch, heads, seqlen, head_dim), one dtype; returns q's shape and dtype. The policy
         governs what the backward reads; the caller always gets q's dtype. k and v may have fewer
         heads, a divisor of q's: head h of H reads head h // (H / theirs), where it lies, and their
-        gradients are summed over the heads that read them before they are rounded to the dtype.
+        gradients are summed over the heads that read them before they are rounded to the dtype
+        (by PyTorch's kernels as they do it).
     policy: a PrecisionPolicy or its text, e.g. "LOW+delta_from=o_fp32".
     scale: defaults to 1/sqrt(head_dim). tile: keys per rounding block, None for the whole row.
     impl: "auto" is triton on CUDA and emulate elsewhere; "oracle" is float64 and ignores the

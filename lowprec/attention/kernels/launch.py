@@ -64,8 +64,10 @@ def check_tensors(q, k, v, scale: float) -> None:
         raise UserError(f"the Triton kernels take {', '.join(DTYPES.values())}, not {q.dtype}")
     if q.shape[3] not in HEAD_DIMS:
         raise UserError(f"head_dim={q.shape[3]} is not one of {HEAD_DIMS}; {mend}")
-    if q.shape[2] != k.shape[2]:
+    if len(q) != len(k) or q.shape[2:] != k.shape[2:]:
         raise UserError(f"the Triton kernels take as many queries as keys; {mend}")
+    if q.shape[1] % k.shape[1]:
+        raise UserError(f"{k.shape[1]} heads of keys must divide the {q.shape[1]} of queries")
     if not scale > 0:
         raise UserError(f"the Triton kernels need a positive scale, not {scale}; {mend}")
     ours = q.shape[1] * q.shape[3]  # of outputs and gradients, see `new_rows`
@@ -229,7 +231,7 @@ def backward(
             q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_o, delta_ref, sums, dq,
             strides(q, k, v, do, o, dq), n, scale, seed, known, **options,
         )  # fmt: skip
-    if same["group"] > 1:  # of these queries a head's are a block at most
+    if same["group"] > 1:  # the whole row is the queries of one head, and there are more
         tile = tile or LONGEST
     sizes, options = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
     sites = codes(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc")
