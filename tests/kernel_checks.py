@@ -17,7 +17,7 @@ from conftest import family
 
 from lowprec.attention import kernels
 from lowprec.attention.kernels import launch
-from lowprec.attention.reference import emulate, oracle
+from lowprec.attention.reference import emulate, for_queries, of_keys, oracle
 from lowprec.numerics.agreement import U, flip, forward_bounds, of_weight, step, sum_noise
 from lowprec.numerics.formats import Format
 from lowprec.numerics.policy import SITES, PrecisionPolicy
@@ -55,6 +55,12 @@ def inputs_on(device, name="normal", n=100, d=64, **how):
     return family(name, shape, device=device, **how)
 
 
+def shared(inputs, heads):
+    """The same with so many heads of keys and values."""
+    q, k, v, do = inputs
+    return q, k[:, :heads], v[:, :heads], do
+
+
 def run(q, k, v, do, policy, tile=None, causal=True, scale=None, seed=0):
     """Everything that forward and backward return; o is as the policy stores it."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -86,7 +92,8 @@ def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=
     exact = oracle(q, k, v, causal, scale, do=do)
     noise, flipped = (bounds(t, *inputs, policy, tile, scale, flips) for flips in (False, True))
     rows = (t.l >= 2.0**-126 / U) & ((got.lse > 1e29) == (t.lse > 1e29))
-    heads = rows.all(-1, keepdim=True).expand_as(rows)
+    group = q.shape[1] // k.shape[1]
+    heads = rows.unflatten(1, (-1, group)).all(2).all(-1, keepdim=True).expand(-1, -1, k.shape[2])
     wrong = [] if rows.double().mean() > 0.9 else ["too few rows left to compare"]
     for name in NAMES:
         compared = heads if name in ("dk", "dv") else rows
@@ -110,9 +117,14 @@ def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=
 
 
 def bounds(t, q, k, v, do, policy, tile, scale, flips):
-    """{name: elementwise bound of |kernel - emulate|} for NAMES, from the trace t of `emulate`."""
+    """{name: elementwise bound of |kernel - emulate|} for NAMES, from the trace t of `emulate`.
+
+    dk and dv of shared keys are sums over all queries of a group, and so are their bounds; a block
+    of the accumulator is of one head.
+    """
     dtype = Format.parse(str(q.dtype).removeprefix("torch."))
     q, k, v, do = (x.double().abs() for x in (q, k, v, do))
+    k, v = (for_queries(x, q.shape[1]) for x in (k, v))
     t = SimpleNamespace(**{name: x.double() for name, x in vars(t).items()})
 
     def moved(field, x):
@@ -157,9 +169,10 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
     of_p = of_p + moved("p_bwd", p + of_p)
 
     def product(field, left, of_left, right, result, factor):
-        size = left.abs() @ right
-        of_acc = of_left @ right + sum_noise(q.shape[2]) * size
-        of_acc = of_acc + 2 * t.alpha.shape[-1] * moved(field, size + of_acc)
+        group = q.shape[1] // result.shape[1]
+        size, of_acc = (of_keys(x @ right, result.shape[1]) for x in (left.abs(), of_left))
+        of_acc = of_acc + sum_noise(group * q.shape[2]) * size
+        of_acc = of_acc + 2 * group * t.alpha.shape[-1] * moved(field, size + of_acc)
         bound = factor * of_acc
         return bound + (step(dtype, result.abs() + bound) if flips else 0.0)
 
@@ -188,6 +201,7 @@ def reached(site, left, of_left, right, within, count=32):
     """
     if site.is_fp32:
         return 0.0
+    within = for_queries(within, left.shape[1])
     rows = torch.linspace(0, left.shape[-2] - 1, count, device=left.device).long()
     left, of_left, within = (x[..., rows, :] for x in (left, of_left, within))
     jump = step(site.fmt, left.abs())

@@ -61,9 +61,9 @@ def test_observed_is_what_the_model_computed(amp, layers):
             torch.testing.assert_close(got.transpose(1, 2).flatten(2), wanted)
         gradients = [torch.empty_like(s.q) for _ in range(3)]
         for policy, heads in s.groups:
-            some = [take_heads(t, heads) for t in (s.q, s.k, s.v, s.do)]
+            some = [take_heads(t, heads, s.q.shape[1]) for t in (s.q, s.k, s.v, s.do)]
             t = trace(*some, policy)
-            assert torch.equal(t.o.to(s.o.dtype), take_heads(s.o, heads))
+            assert torch.equal(t.o.to(s.o.dtype), take_heads(s.o, heads, s.q.shape[1]))
             for g, part in zip(gradients, (t.dq, t.dk, t.dv), strict=True):
                 g[:, heads] = part
         g = torch.cat([g.transpose(1, 2).flatten(2) for g in gradients], 2)

@@ -170,8 +170,9 @@ for module in (launch.fwd, launch.bwd):
 p = PrecisionPolicy.parse(job["policy"])
 tile, scale, probe = (job[name] for name in ("tile", "scale", "probe"))
 q = torch.zeros(2, 3, job["n"], job["head_dim"], dtype=getattr(torch, job["dtype"]))
-_, o, o_fp32, lse, ties = launch.forward(q, q, q, p, True, scale, tile, 0, True, True, probe)
-launch.backward(q, q, q, q, o, o_fp32, lse, ties, p, True, scale, tile, 0, probe)
+k = q[:, : job["heads"]]
+_, o, o_fp32, lse, ties = launch.forward(q, k, k, p, True, scale, tile, 0, True, True, probe)
+launch.backward(q, q, k, k, o, o_fp32, lse, ties, p, True, scale, tile, 0, probe)
 print(json.dumps(rows))
 """
 COUNT = {
@@ -194,6 +195,7 @@ PRESETS = [
 ]  # fmt: skip
 NATIVE = [
     pytest.param("FA2", None, 64, dict(probe=False), id="FA2-64-without-probe"),
+    pytest.param("SAFE", None, 64, dict(probe=False, heads=1), id="SAFE-64-shared-keys"),
     *(
         pytest.param(policy, tile, d, {}, id=f"{policy}-{d}", marks=pytest.mark.slow)
         for policy, tile in PRESETS
@@ -208,6 +210,9 @@ NATIVE = [
             ("LOW", 128, dict(dtype="float16")),
             ("RELEASED", 64, dict(n=200)),
             ("LOW", None, dict(scale=0.1)),
+            ("FA2+row_sum=removed", None, dict(heads=1)),
+            ("RELEASED", None, dict(heads=1)),
+            ("RELEASED", 512, dict(heads=1)),
             ("LOW+s=bf16:stochastic+p=fp16:stochastic+shift=dither(amplitude=1)", 64, {}),
         ]
     ),
@@ -220,7 +225,7 @@ def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
     source names: one for each probability whose score is FP32 or scaled by a power of two. The
     forward's machine code has more, inside division and log. Row sums of ds are products of eight
     columns, for which wgmma is too wide."""
-    job = dict(n=1024, head_dim=d, scale=d**-0.5, dtype="bfloat16", probe=True) | how
+    job = dict(n=1024, head_dim=d, scale=d**-0.5, dtype="bfloat16", probe=True, heads=3) | how
     job |= dict(policy=policy, tile=tile, count=COUNT)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

@@ -32,7 +32,7 @@ def sdpa(
         its values are read on the host.
     dropout_p: 0. is_causal: query i sees keys 0 to i, as in PyTorch, also where S > L.
     enable_gqa: key and value may have fewer heads, each shared by H / its number of queries'
-        heads. Their gradient is the sum over those, each rounded to the dtype.
+        heads. Their gradient is the sum over those, rounded to the dtype once.
     policy: a PrecisionPolicy or its text. It rounds whatever the dtype: for exact attention on
         float32 tensors take ALL_FP32. A policy that draws random bits needs a seed that changes:
         call `lowprec.attention.attention`.
@@ -56,8 +56,9 @@ def sdpa(
         raise UserError("query, key, value must be (..., seqlen, head_dim)")
     query, key, value = _autocast(query, key, value)
     if enable_gqa:
-        key, value = (_repeat(t, query) for t in (key, value))
-    if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        _check_heads(query, key)
+    lead = -3 if enable_gqa else -2
+    if query.shape[:lead] != key.shape[:lead] or key.shape[:-2] != value.shape[:-2]:
         raise UserError(
             "query, key, value must have the same leading dimensions (or enable_gqa); got "
             f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
@@ -86,15 +87,13 @@ def _autocast(*tensors):
     return tuple(t.to(dtype) if t.dtype in DTYPES else t for t in tensors)
 
 
-def _repeat(t, query):
-    """Each head of t as often as query has heads for it."""
-    ours, theirs = (x.shape[-3] if x.dim() > 2 else 0 for x in (query, t))
+def _check_heads(query, key):
+    ours, theirs = (x.shape[-3] if x.dim() > 2 else 0 for x in (query, key))
     if not (ours and theirs) or ours % theirs:
         raise UserError(
             f"enable_gqa: {tuple(query.shape)} must have a multiple of the heads of "
-            f"{tuple(t.shape)}, in the third dimension from the end"
+            f"{tuple(key.shape)}, in the third dimension from the end"
         )
-    return t.repeat_interleave(ours // theirs, -3)
 
 
 def _four(t):

@@ -32,8 +32,11 @@ def attention(
 ):
     """softmax(scale q k^T) v with the roundings of `policy`; differentiable.
 
-    q, k, v: (batch, heads, seqlen, head_dim), one dtype; returns the same shape and dtype.
-        The policy governs what the backward reads; the caller always gets q's dtype.
+    q, k, v: (batch, heads, seqlen, head_dim), one dtype; returns q's shape and dtype. The policy
+        governs what the backward reads; the caller always gets q's dtype. k and v may have fewer
+        heads, a divisor of q's: head h of H reads head h // (H / theirs), where it lies, and their
+        gradients are summed over the heads that read them before they are rounded to the dtype
+        (by PyTorch's kernels as they do it).
     policy: a PrecisionPolicy or its text, e.g. "LOW+delta_from=o_fp32".
     scale: defaults to 1/sqrt(head_dim). tile: keys per rounding block, None for the whole row.
     impl: "auto" is triton on CUDA and emulate elsewhere; "oracle" is float64 and ignores the
@@ -55,9 +58,7 @@ def attention(
         # PyTorch may prefer cuDNN's kernel, another program. Flash takes no FP32, nor does cuDNN.
         choice = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if choice else nullcontext():
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, scale=scale
-            )
+            return _sdpa(q, k, v, causal, scale)
     return _attention(q, k, v, probe, policy, causal, scale, tile or 0, impl, seed)[0]
 
 
@@ -68,10 +69,11 @@ def trace(
     """What the operator and its backward compute, by the names of
     `lowprec.attention.reference.Trace`.
 
-    q, k, v, do: (B, H, T, D); do=None leaves out the backward; the rest as in `attention`.
+    q, do: (B, H, T, D); k, v: as q or with fewer heads. do=None leaves out the backward; the rest
+    as in `attention`.
     Every implementation gives o (as the policy stores it) and o_fp32 (B, H, T, D); lse and ties
     (B, H, T); with `do` also delta (the one used), delta_o, delta_ref (B, H, T) and dq, dk, dv.
-    FP32, but gradients as q; float64 from "oracle". "emulate" and "oracle" give more.
+    FP32, but gradients as q, k, v; float64 from "oracle". "emulate" and "oracle" give more.
     """
     scale = check_inputs(q, k, v, causal, scale, do, tile, seed)
     policy, impl = _plan(str(policy), tile, impl, q.device.type, None, q.shape[1])
@@ -180,11 +182,7 @@ def _attention(
         )  # fmt: skip
         if impl in HYBRIDS:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                out[0].copy_(
-                    torch.nn.functional.scaled_dot_product_attention(
-                        q, k, v, is_causal=causal, scale=scale
-                    )
-                )
+                out[0].copy_(_sdpa(q, k, v, causal, scale))
         return tuple(none.clone() if x is None else x for x in out)
     t = _eager(q, k, v, None, p, causal, scale, tile or None, impl, seed)
     # the backward of these two recomputes the forward, so nothing else is kept
@@ -205,6 +203,15 @@ def _(q, k, v, probe, policy, causal, scale, tile, impl, seed):
     lse = q.new_empty(b, h, t, dtype=torch.float32)
     ties = torch.empty_like(lse, dtype=torch.int32) if probe is not None else q.new_empty(0)
     return o, stored, shadow, lse, ties
+
+
+def _sdpa(q, k, v, causal, scale):
+    """PyTorch's attention; it is told of shared keys where there are some, since not every backend
+    takes them."""
+    how = dict(enable_gqa=True) if k.shape[1] < q.shape[1] else {}
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, **how
+    )
 
 
 def _flash_backward(do, q, k, v, o, causal, scale):
@@ -252,8 +259,8 @@ def _attention_backward(
 @_attention_backward.register_fake
 def _(do, q, k, v, o, o_fp32, lse, ties, want_probe, policy, causal, scale, tile, impl, seed):
     if impl in KERNELS:
-        b, h, t, d = q.shape
-        grads = (q.new_empty(b, t, h, d).transpose(1, 2) for _ in range(3))
+        rows = (x.transpose(1, 2).shape for x in (q, k, v))
+        grads = (q.new_empty(shape).transpose(1, 2) for shape in rows)
     else:
         grads = (x.new_empty(x.shape) for x in (q, k, v))
     shape = (q.shape[1], len(PROBE_COLUMNS)) if want_probe else (0,)

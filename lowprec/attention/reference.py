@@ -7,7 +7,9 @@ is the specification of `lowprec.numerics.policy`, and the Triton kernels are te
 Neither may run under torch.compile, which removes a rounding that looks like a round trip; the
 custom op in `lowprec.attention` keeps the compiler out.
 
-Shapes: q, k, v, do are (batch, heads, seqlen, head_dim); a row is one query.
+Shapes: q and do are (batch, heads, seqlen, head_dim); a row is one query. k and v may have fewer
+heads, each read by as many consecutive heads of queries, a group (Ainslie et al. 2023); so have dk
+and dv, the sums over a group. Everything else has the heads of q.
 """
 
 from __future__ import annotations
@@ -44,17 +46,28 @@ class Trace(SimpleNamespace):
         return f"Trace({', '.join(shapes)})"
 
 
-def check_inputs(q, k, v, causal: bool, scale: float | None, do=None, tile=None, seed=0) -> float:
-    """Raise `UserError` for what is not attention; return the softmax scale."""
-    fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+def check_inputs(
+    q, k, v, causal: bool, scale: float | None, do=None, tile=None, seed=0, shared=True
+) -> float:
+    """Raise `UserError` for what is not attention; return the softmax scale.
+
+    shared: whether k and v may have fewer heads than q.
+    """
+    own = slice(1 if shared else 2)
+    fits = q.dim() == k.dim() == 4 and q.shape[own] == k.shape[own] and q.shape[3] == k.shape[3]
     if not fits or k.shape != v.shape:
         raise UserError(
             "q, k, v must be (batch, heads, seqlen, head_dim), k and v alike; got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    if min(*q.shape, k.shape[2]) < 1:
+    if min(*q.shape, *k.shape) < 1:
         raise UserError(
             f"no dimension of q, k, v may be empty; got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise UserError(
+            f"{k.shape[1]} heads of keys and values must divide the {q.shape[1]} heads of queries; "
+            "take a divisor, or as many"
         )
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
         raise UserError(f"q, k, v must share a floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -90,11 +103,22 @@ def causal_mask(n_q: int, n_k: int, device, causal: bool = True) -> torch.Tensor
     return seen.tril() if causal else seen
 
 
+def for_queries(x, heads: int):
+    """x (B, H', T, D) with each head as often as heads of queries read it."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def of_keys(x, heads: int):
+    """The heads of queries' parts x (B, H, T, D) of a gradient, summed by group: (B, H', T, D)."""
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
+
+
 @outside_autocast
 def oracle(q, k, v, causal=True, scale=None, do=None) -> Trace:
     """Exact attention: float64, no tiles; with `do` also its gradients (float64)."""
     scale = check_inputs(q, k, v, causal, scale, do)
-    q, k, v = (t.double() for t in (q, k, v))
+    heads = k.shape[1]
+    q, k, v = q.double(), *(for_queries(t.double(), q.shape[1]) for t in (k, v))
     seen = causal_mask(q.shape[2], k.shape[2], q.device, causal)
     s = (scale * (q @ k.mT)).masked_fill(~seen, NEG_INF)
     m = s.amax(-1)
@@ -109,7 +133,8 @@ def oracle(q, k, v, causal=True, scale=None, do=None) -> Trace:
         t.delta = (do * o).sum(-1)
         t.ds = p * (t.dp - t.delta[..., None])
         t.row_sum = t.ds.sum(-1)
-        t.dq, t.dk, t.dv = scale * (t.ds @ k), scale * (t.ds.mT @ q), p.mT @ do
+        t.dq = scale * (t.ds @ k)
+        t.dk, t.dv = (of_keys(x, heads) for x in (scale * (t.ds.mT @ q), p.mT @ do))
     return t
 
 
@@ -117,7 +142,8 @@ def oracle(q, k, v, causal=True, scale=None, do=None) -> Trace:
 def emulate(q, k, v, policy, tile=None, do=None, causal=True, scale=None, seed=0) -> Trace:
     """Attention with every rounding of `policy` made explicitly, and every intermediate returned.
 
-    tile: keys per rounding block (queries per block for dK and dV); None is the whole row.
+    tile: keys per rounding block (queries of a head per block for dK and dV, which go through the
+        heads of a group in order); None is the whole row.
     do: gradient of the output; None computes the forward only.
     seed: keys the random bits of stochastic sites and of the dithered shift.
     Gradients take the inputs' dtype, everything else is FP32. A row that sees no key gives o = 0
@@ -131,12 +157,14 @@ def emulate(q, k, v, policy, tile=None, do=None, causal=True, scale=None, seed=0
             f"a policy rounds bfloat16, float16 or float32, not {dtype}; convert q, k, v or take "
             "impl='oracle'"
         )
-    q, k, v = (t.float() for t in (q, k, v))
+    heads = k.shape[1]
+    q, k, v = q.float(), *(for_queries(t.float(), q.shape[1]) for t in (k, v))
     rnd = _Rounder(policy, seed)
     tile = tile or max(q.shape[2], k.shape[2])
     t = _forward(q, k, v, policy, rnd, tile, causal, scale)
     if do is not None:
         _backward(t, q, k, v, do.float(), policy, rnd, tile, scale)
+        _dk_dv(t, q, do.float(), heads, rnd, tile, scale)
         t.dq, t.dk, t.dv = (g.to(dtype) for g in (t.dq, t.dk, t.dv))
     return t
 
@@ -152,20 +180,22 @@ class _Rounder:
     def __init__(self, policy: PrecisionPolicy, seed: int):
         self.policy, self.seed = policy, seed
 
-    def __call__(self, field, x, row=0, column=0, step=0, width=0):
+    def __call__(self, field, x, row=0, column=0, step=0, width=0, heads=slice(None)):
+        """heads: those of the queries that x belongs to."""
         site = getattr(self.policy, field)
         if site.is_fp32:
             return x
         bits = None
         if site.rounding == "stochastic":
-            bits = self.bits(SITES.index(field), x, row, column + width * step)
+            bits = self.bits(SITES.index(field), x, row, column + width * step, heads)
         return round_to(x, site.fmt, site.rounding, bits=bits)
 
-    def bits(self, stream: int, x, row=0, column=0):
+    def bits(self, stream: int, x, row=0, column=0, heads=slice(None)):
         batch, head, rows, columns = torch.meshgrid(
             *(torch.arange(n, device=x.device) for n in x.shape),
             indexing="ij",
         )
+        head = (heads.start or 0) + (heads.step or 1) * head
         return keyed_bits(self.seed, stream, batch, head, rows + row, columns + column)
 
 
@@ -233,7 +263,8 @@ def _forward(q, k, v, policy, rnd, tile, causal, scale) -> Trace:
 
 
 def _backward(t, q, k, v, do, policy, rnd, tile, scale):
-    """Fill in the backward half of the trace; `t.s` is the forward's, formed the same way."""
+    """Fill in the backward half of the trace, but for dk and dv; `t.s` is the forward's, formed the
+    same way."""
     lse = torch.where(t.lse == NEG_INF, float("inf"), t.lse)[..., None]
     p = (t.s - lse).exp()
     t.p_bwd = rnd("p_bwd", p)
@@ -245,21 +276,30 @@ def _backward(t, q, k, v, do, policy, rnd, tile, scale):
         t.delta = t.delta + policy.delta_bias * (t.delta_o - t.delta_ref).abs()
     t.ds = rnd("ds", p * (t.dp - t.delta[..., None]))
 
-    n_q, n_k = q.shape[2], k.shape[2]
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for j, start in enumerate(range(0, n_k, tile)):
+    dq = torch.zeros_like(q)
+    for j, start in enumerate(range(0, k.shape[2], tile)):
         keys = slice(start, start + tile)
         dq = _accumulate("dq_acc", dq, t.ds[..., keys] @ k[:, :, keys], rnd, 2 * j)
     t.row_sum = t.ds.sum(-1)
     if policy.row_sum == "removed":
-        mean_key = (k / n_k).sum(2, keepdim=True)  # in this order no finite key overflows
+        mean_key = (k / k.shape[2]).sum(2, keepdim=True)  # in this order no finite key overflows
         dq = dq - t.row_sum[..., None] * mean_key
-    for i, start in enumerate(range(0, n_q, tile)):
-        rows = slice(start, start + tile)
-        ds, p_bwd = t.ds[:, :, rows], t.p_bwd[:, :, rows]
-        dk = _accumulate("dkdv_acc", dk, ds.mT @ q[:, :, rows], rnd, 4 * i)
-        dv = _accumulate("dkdv_acc", dv, p_bwd.mT @ do[:, :, rows], rnd, 4 * i + 2)
-    t.dq, t.dk, t.dv = scale * dq, scale * dk, dv
+    t.dq = scale * dq
+
+
+def _dk_dv(t, q, do, heads, rnd, tile, scale):
+    """dk and dv of as many heads of keys: sums over the queries of the first head of each group,
+    then over those of the next."""
+    group = q.shape[1] // heads
+    dk, dv = (q.new_zeros(q.shape[0], heads, t.ds.shape[3], q.shape[3]) for _ in range(2))
+    for first in range(group):
+        own = slice(first, None, group)
+        for i, start in enumerate(range(0, q.shape[2], tile)):
+            part = (slice(None), own, slice(start, start + tile))
+            ds, p_bwd = t.ds[part], t.p_bwd[part]
+            dk = _accumulate("dkdv_acc", dk, ds.mT @ q[part], rnd, 4 * i, own)
+            dv = _accumulate("dkdv_acc", dv, p_bwd.mT @ do[part], rnd, 4 * i + 2, own)
+    t.dk, t.dv = scale * dk, dv
 
 
 def _delta(t, p, do, policy, rnd):
@@ -276,7 +316,7 @@ def _delta(t, p, do, policy, rnd):
     return rnd("dodo", do * o).sum(-1)
 
 
-def _accumulate(field, acc, product, rnd, step):
-    width = acc.shape[-1]
-    added = rnd(field, product, step=step, width=width)
-    return rnd(field, acc + added, step=step + 1, width=width)
+def _accumulate(field, acc, product, rnd, step, heads=slice(None)):
+    how = dict(width=acc.shape[-1], heads=heads)
+    added = rnd(field, product, step=step, **how)
+    return rnd(field, acc + added, step=step + 1, **how)

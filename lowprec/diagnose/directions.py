@@ -44,7 +44,8 @@ def head_cosines(model, text) -> pd.DataFrame:
         x = block.norm_attn(stream)
         q, k, _ = block.heads(x)
         for head in range(model.config.n_head):
-            a, keys = mean_keys(q[0, head], k[0, head]), k[0, head]
+            keys = k[0, head * k.shape[1] // q.shape[1]]
+            a = mean_keys(q[0, head], keys)
             a = rotate(a, block.rotation, back=True)
             cosines = mean_cosine(a, x[0]), mean_cosine(a), mean_cosine(x[0])
             found.append((layer, head, *cosines, common_part(keys)))

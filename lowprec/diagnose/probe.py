@@ -370,7 +370,7 @@ def _gpt_loss(model, tokens, policy, attend):
         def attention(q, k, v, probe=None, seed=0, block=block):
             used = policy or block.groups[0][0]
             return attend(q, k, v, module=block, policy=used, is_causal=True, impl="emulate",
-                          tile=model.config.tile)  # fmt: skip
+                          tile=model.config.tile, enable_gqa=k.shape[1] < q.shape[1])  # fmt: skip
 
         block.attention = attention
     try:

@@ -18,7 +18,8 @@ Where each field acts, per query row and over key blocks (rnd_f is the rounding 
     dp      dO V^T
     dodo    the products dO * O that delta sums (the sum itself is FP32)
     ds      P * (dP - delta), before the scale
-    dq_acc, dkdv_acc   the gradient accumulators, per block like o_acc
+    dq_acc, dkdv_acc   the gradient accumulators, per block like o_acc; where heads of queries share
+            keys, a block is of one head, and dk and dv go on from a head to the next
 
 `delta_from` says which O delta = rowsum(dO * O) reads: "o", the stored one; "o_fp32", a shadow
 output that is never rounded (same p, unrounded accumulator over unrounded l); "o_split", o plus

@@ -85,6 +85,11 @@ def train_small(tokens, steps, size, seed, lr=3e-3, warmup=20, **sizes):
     return model, losses
 
 
+def _exact(q, k, v):
+    shared = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+
+
 @contextmanager
 def watch(model, error):
     """Within the block attention returns o + error(layer, o); yields the list of these, by layer.
@@ -95,7 +100,7 @@ def watch(model, error):
 
     def replacement(layer):
         def attention(q, k, v, probe=None, seed=0):
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            o = _exact(q, k, v)
             outputs.append(o + error(layer, o.detach()))
             return outputs[-1]
 
@@ -145,7 +150,7 @@ def site_errors(model, inputs, policies):
     def attention(q, k, v, probe=None, seed=0):
         o = oracle(q, k, v).o
         found.append(torch.stack([(emulate(q, k, v, p).o - o).float() for p in policies]))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return _exact(q, k, v)
 
     with ExitStack() as stack, torch.no_grad():
         for block in model.blocks:

@@ -65,7 +65,7 @@ def baseline(q, k, v, policy, serial=False):
     Stochastic sites raise `UserError`.
     """
     policy = PrecisionPolicy.parse(policy)
-    scale = check_inputs(q, k, v, False, None)
+    scale = check_inputs(q, k, v, False, None, shared=False)
 
     def at(field):
         site = getattr(policy, field)
@@ -86,7 +86,7 @@ def flash(q, k, v, fmt, tile, serial=False, early=False):
     """
     if tile < 1:
         raise UserError(f"tile={tile} must be at least 1 key")
-    scale = check_inputs(q, k, v, False, None)
+    scale = check_inputs(q, k, v, False, None, shared=False)
 
     def rnd(x):
         return round_to(x, fmt)

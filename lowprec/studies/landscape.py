@@ -59,7 +59,8 @@ def mean_r(model, text, layer: int) -> torch.Tensor:
             stream = block(stream)
         inputs = model.blocks[layer].norm_attn(stream)
         q, k, _ = model.blocks[layer].heads(inputs)
-        keys = scaled_dot_product_attention(q, k, k, is_causal=True)
+        shared = k.shape[1] < q.shape[1]
+        keys = scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=shared)
         keys = rotate(keys, model.blocks[layer].rotation, back=True)
         total += torch.einsum("bhtd,btc->hdc", keys.double(), inputs.double())
     return total / text.numel()

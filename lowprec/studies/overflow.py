@@ -62,7 +62,7 @@ def largest(model, text, targets, amp) -> pd.DataFrame:
 
 
 def _products(seen, policy: str, heads) -> torch.Tensor:
-    q, k = (take_heads(x, heads).float() for x in (seen.q, seen.k))
+    q, k = (take_heads(x, heads, seen.q.shape[1]).float() for x in (seen.q, seen.k))
     site = PrecisionPolicy.parse(policy).s
     return round_to((q @ k.mT).tril(), site.fmt, "nearest_even")
 

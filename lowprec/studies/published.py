@@ -29,7 +29,7 @@ def forward(q, k, v, tile=512, causal=True, scale=None) -> SimpleNamespace:
     Returns o in q's type, lse (batch, heads, seqlen, 1), and as the last block left them s, x,
     p_unnorm, total, alpha, pv, l and o_acc, by the names of `lowprec.attention.reference.Trace`.
     """
-    scale = check_inputs(q, k, v, causal, scale)
+    scale = check_inputs(q, k, v, causal, scale, shared=False)
     hidden = causal_mask(q.shape[2], k.shape[2], q.device, causal).logical_not()
     o_acc = torch.zeros_like(q)
     rows = (*q.shape[:3], 1)
@@ -57,7 +57,7 @@ def backward(t, q, k, v, do, tile=512, causal=True, scale=None) -> SimpleNamespa
     t: what `forward` returned. do: gradient of o, in q's type. Also p, dp, delta and ds as the last
     pair of blocks left them; ds carries the scale.
     """
-    scale = check_inputs(q, k, v, causal, scale)
+    scale = check_inputs(q, k, v, causal, scale, shared=False)
     hidden = causal_mask(q.shape[2], k.shape[2], q.device, causal).logical_not()
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     row_blocks = [x.split(tile, 2) for x in (q, do, t.o, t.lse, dq)]

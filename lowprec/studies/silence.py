@@ -38,7 +38,8 @@ def count(model, text, targets, amp: bool = True) -> pd.DataFrame:
     for layer, seen in observe(model, text, targets, amp=amp).items():
         for name, heads in seen.groups:
             policy = PrecisionPolicy.parse(name)
-            tensors = [take_heads(x, heads) for x in (seen.q, seen.k, seen.v, seen.do)]
+            given = (seen.q, seen.k, seen.v, seen.do)
+            tensors = [take_heads(x, heads, seen.q.shape[1]) for x in given]
             how = dict(tile=seen.tile, impl=seen.impl, seed=seen.seed)
             t = trace(*tensors, policy, **how)
             bare = trace(*tensors[:3], None, policy.replace(l_floor=0.0), **how)

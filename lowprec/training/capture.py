@@ -62,8 +62,8 @@ def observe(
     gradients and the optimiser are not touched. A compiled step may differ in the last bits of
     what enters attention, since Inductor orders FP32 sums its own way.
 
-    A namespace holds x (B, T, C), the normalised input as the matmul with W_QKV reads it; q, k, v,
-    o, do (B, H, T, D), q and k turned by rotary positions and shared keys repeated; tokens,
+    A namespace holds x (B, T, C), the normalised input as the matmul with W_QKV reads it; q, o, do
+    (B, H, T, D) and k, v, of fewer heads if shared, q and k turned by rotary positions; tokens,
     targets, loss, the layer's rotation, and how it calls attention: groups, tile, impl, seed. `do`
     is the gradient of `loss_scale` times this batch's mean loss; in FP16 the gradients underflow
     without a scale.
@@ -120,7 +120,8 @@ def query_bias(seen) -> torch.Tensor:
     """eps = delta_o - delta_ref of one observed layer, (B, H, T) float32; see `training.probes`."""
     eps = torch.empty(seen.q.shape[:3], device=seen.q.device)
     for policy, heads in seen.groups:
-        q, k, v, do = (take_heads(x, heads) for x in (seen.q, seen.k, seen.v, seen.do))
+        given = (seen.q, seen.k, seen.v, seen.do)
+        q, k, v, do = (take_heads(x, heads, eps.shape[1]) for x in given)
         t = trace(q, k, v, do, policy, tile=seen.tile, impl=_shown(seen.impl), seed=seen.seed)
         for i, head in enumerate(heads):
             eps[:, head] = t.delta_o[:, i] - t.delta_ref[:, i]
@@ -146,8 +147,9 @@ def suspect(observed: dict[int, SimpleNamespace]) -> tuple[int, int, int]:
         ]
     )
     index, head = divmod(int(norms.argmax()), norms.shape[1])
-    s, eps, one = observed[layers[index]], bias[index], slice(head, head + 1)
-    rows = dq_error(s.q[:, one], s.k[:, one], eps[:, one], impl=_shown(s.impl))[:, 0]
+    s, eps = observed[layers[index]], bias[index]
+    q, k = (take_heads(x, [head], eps.shape[1]) for x in (s.q, s.k))
+    rows = dq_error(q, k, eps[:, head : head + 1], impl=_shown(s.impl))[:, 0]
     rows = rotate(rows, s.rotation, back=True)
     sequence = int((rows.mT @ s.x.float()).flatten(1).norm(dim=1).argmax())
     return layers[index], head, sequence
@@ -161,7 +163,8 @@ def save(path, observed, model, layer, heads, sequences, info) -> Path:
     JSON only; "step" is required, and run, data_sha256 and the trainer's config belong in it.
 
     Tensors: x (S, T, C); tokens, targets (S, T) int32; w_q, w_k, w_v (H', D, C) in the dtype of
-    the matmul; q, k, v, o, do (S, H', T, D), o as the caller of attention got it.
+    the matmul; q, k, v, o, do (S, H', T, D), o as the caller of attention got it. Keys and values
+    are those that a head of queries reads, one for each also where they are shared.
     """
     path, seen, heads, sequences = Path(path), observed[layer], list(heads), list(sequences)
     model = _unwrapped(model)
@@ -177,7 +180,8 @@ def save(path, observed, model, layer, heads, sequences, info) -> Path:
     policy, group = groups[0]
     policy = PrecisionPolicy.parse(policy)
     tensors = {
-        name: getattr(seen, name)[sequences][:, heads] for name in ("q", "k", "v", "o", "do")
+        name: take_heads(getattr(seen, name)[sequences], heads, c.n_head)
+        for name in ("q", "k", "v", "o", "do")
     }
     tensors |= dict(x=seen.x[sequences])
     tensors |= {name: getattr(seen, name)[sequences].int() for name in ("tokens", "targets")}

@@ -54,8 +54,9 @@ class GPTConfig:
     mlp: "gelu", or "swiglu", silu(W_G x) times W_U x (Shazeer 2020); mlp_hidden: its width, None
         for 4 n_embd, or 8/3 n_embd up to a multiple of 64 with swiglu, which keeps its size.
     n_kv_head: heads of keys and values, None for n_head. Each serves n_head / n_kv_head consecutive
-        heads of queries, for which it is repeated in memory before attention reads it; the
-        gradients of the copies add up in their dtype.
+        heads of queries, which read it where it lies; their parts of its gradient add up in FP32
+        inside attention and are rounded once. (Runs from before this had copies, whose gradients
+        were rounded each and added in BF16; so still has a layer whose heads differ in policy.)
     """
 
     n_layer: int = 12
@@ -241,7 +242,8 @@ class Block(nn.Module):
         return self.proj(o)
 
     def heads(self, x):
-        """q, k, v, (B, H, T, D) each, of the normalised input, as attention reads them."""
+        """q (B, n_head, T, D), k, v (B, heads of keys, T, D) of the normalised input, as attention
+        reads them."""
         c = self.config
         width = c.kv_heads * c.head_dim
         q, k, v = (
@@ -253,7 +255,7 @@ class Block(nn.Module):
         q, k = rotate(q, self.rotation), rotate(k, self.rotation)
         if c.center_keys:
             k = (k.float() - k.float().mean(2, keepdim=True)).to(k.dtype)
-        return q, *(repeat_heads(t, c.n_head // c.kv_heads) for t in (k, v))
+        return q, k, v
 
     def attention(self, q, k, v, probe=None, seed: int = 0):
         """Attention of all heads, one call for each group of heads that share a policy."""
@@ -262,7 +264,7 @@ class Block(nn.Module):
             return call(q, k, v, self.groups[0][0], probe=probe)
         parts = {}
         for policy, heads in self.groups:
-            some = (take_heads(t, heads) for t in (q, k, v))
+            some = (take_heads(t, heads, q.shape[1]) for t in (q, k, v))
             part = None if probe is None else torch.stack([probe[h] for h in heads])
             o = call(*some, policy, probe=part)
             parts |= {head: o[:, i : i + 1] for i, head in enumerate(heads)}
@@ -275,14 +277,12 @@ def autocast(device, amp) -> torch.autocast:
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=bool(amp))
 
 
-def take_heads(x, heads):
-    """(B, len(heads), T, D); by slices, since an index has no deterministic gradient on CUDA."""
-    return torch.cat([x[:, h : h + 1] for h in heads], 1)
+def take_heads(x, heads, n_head: int):
+    """What these of n_head heads of queries read of x (B, H, T, D): (B, len(heads), T, D).
 
-
-def repeat_heads(x, times: int):
-    """Each head of x (B, H, T, D) so many times in a row; x itself where that is once."""
-    return x if times == 1 else x[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
+    By slices, since an index has no deterministic gradient on CUDA."""
+    own = [head * x.shape[1] // n_head for head in heads]
+    return torch.cat([x[:, h : h + 1] for h in own], 1)
 
 
 class GPT(nn.Module):

@@ -53,9 +53,9 @@ def spectral_norms(weights: torch.Tensor) -> torch.Tensor:
 def dq_error(q, k, eps, scale=None, policy=ALL_FP32, impl="auto") -> torch.Tensor:
     """-scale * eps_i * (P K)_i, how an error eps of delta moves dQ.  (B, H, T, D) float32
 
-    q, k: (B, H, T, D); eps: (B, H, T); scale: defaults to 1/sqrt(D). P is formed from scores
-    rounded as `policy.s` says, to nearest where that is stochastic; the rounding of l, at most
-    half an ulp of P, is left out.
+    q: (B, H, T, D); k: as q, or with fewer heads that are shared; eps: (B, H, T); scale: defaults
+    to 1/sqrt(D). P is formed from scores rounded as `policy.s` says, to nearest where that is
+    stochastic; the rounding of l, at most half an ulp of P, is left out.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     s = PrecisionPolicy.parse(policy).s
@@ -68,8 +68,8 @@ def dq_error(q, k, eps, scale=None, policy=ALL_FP32, impl="auto") -> torch.Tenso
 def query_error(q, k, x, eps, rotation=None, **how) -> torch.Tensor:
     """e of each head, (H, D, C) float32, summed over the batch.
 
-    q, k: (B, H, T, D); x: (B, T, C); eps: (B, H, T); rotation: the table by which q was turned, see
-    `lowprec.training.rotary`; `how` as in `dq_error`.
+    q, k, eps: as in `dq_error`; x: (B, T, C); rotation: the table by which q was turned, see
+    `lowprec.training.rotary`; `how` as there.
     """
     b, h, t, d = q.shape
     rows = rotate(dq_error(q, k, eps, **how), rotation, back=True)
@@ -115,8 +115,9 @@ class QueryErrorWindow:
     def update(self, step, layer, x, q, k, eps, scale=None, **how):
         """Add a micro-batch of one layer.
 
-        x: (B, T, C); q, k: (B, H, T, D); eps: (B, H, T), delta_o - delta_ref, in the units of dO:
-        where the batch's gradient is the mean over n micro-batches, eps must be divided by n.
+        x: (B, T, C); q, k: as in `query_error`; eps: (B, H, T), delta_o - delta_ref, in the units
+        of dO: where the batch's gradient is the mean over n micro-batches, eps must be divided by
+        n.
         how: rotation, policy and impl, as in `query_error`.
         """
         if self.step not in (None, step):

@@ -3,7 +3,8 @@
 `attention_bwd_dq_kernel` owns a block of queries: it forms delta, stores it, and sums dq over the
 keys. `attention_bwd_dkdv_kernel` then owns a block of keys and sums dk and dv over the queries; its
 blocks are transposed, keys by queries, so that p and ds enter their products as they lie in
-registers. Both form s, p, dp and ds again; neither adds with atomics, so a step repeats bitwise.
+registers. Where heads of queries share keys, it goes through them in order, and the sums go on.
+Both form s, p, dp and ds again; neither adds with atomics, so a step repeats bitwise.
 `attention_bwd_mean_key_kernel` runs before them where row sums of ds are taken out of dq.
 """
 
@@ -124,13 +125,14 @@ def sum_dq(
 def attention_bwd_mean_key_kernel(p_k, p_mean, strides, n, c: tl.constexpr):
     """The sum of MEAN_ROWS keys over n, FP32: their part in the mean key of the head and sequence.
 
-    Each key is divided first, so that the mean of finite keys is finite. p_mean: (B, H, parts, D).
+    Each key is divided first, so that the mean of finite keys is finite. p_mean: (B, H', parts, D).
     """
     skb, skh, skt = strides
     parts = tl.cdiv(n, MEAN_ROWS)
     pid = tl.program_id(0)
     pid_bh = pid // parts
-    batch, head = (pid_bh // c.h).to(tl.int64), (pid_bh % c.h).to(tl.int64)
+    KEY_HEADS: tl.constexpr = c.h // c.group
+    batch, head = (pid_bh // KEY_HEADS).to(tl.int64), (pid_bh % KEY_HEADS).to(tl.int64)
     o_k = pid % parts * MEAN_ROWS + tl.arange(0, MEAN_ROWS)
     b_k = load_rows(p_k + batch * skb + head * skh, skt, o_k, n, c.d, c.even, c.native)
     b_mean = tl.sum(b_k.to(tl.float32) * (1.0 / n), 0)
@@ -162,8 +164,8 @@ def attention_bwd_dq_kernel(
     o_q = start + tl.arange(0, c.bm)
     o_d = tl.arange(0, c.d)[None, :]
     o_row = pid_bh.to(tl.int64) * n + o_q
-    p_k += batch * skb + head * skh
-    p_v += batch * svb + head * svh
+    p_k += batch * skb + head // c.group * skh
+    p_v += batch * svb + head // c.group * svh
     keys, where = (p_k, p_v, skt, svt), (n, scale, who)
     o_bh = batch * sob + head * soh
     b_q = load_rows(p_q + batch * sqb + head * sqh, sqt, o_q, n, c.d, c.even, c.native)
@@ -240,7 +242,7 @@ def attention_bwd_dq_kernel(
             b_dq = round_site(b_dq + b_new, c.dq_acc, who, o_q[:, None], o_j + c.d, c.native)
     if c.row_sum:
         parts = tl.cdiv(n, MEAN_ROWS)
-        p_mean += pid_bh.to(tl.int64) * parts * c.d
+        p_mean += pid_bh.to(tl.int64) // c.group * parts * c.d
         b_mean = tl.full([1, c.d], 0, tl.float32)
         for part in range(parts):
             b_mean += tl.load(p_mean + part * c.d + o_d)
@@ -293,35 +295,13 @@ def sum_dk_dv(
     return b_dk, b_dv
 
 
-@triton.jit(do_not_specialize=["seed"])
-def attention_bwd_dkdv_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, strides, n, scale, seed, c: tl.constexpr,
-):  # fmt: skip
-    """One block of BN keys: dk = scale * ds^T q and dv = p_bwd^T dO, in the inputs' dtype.
-
-    c.tile: queries per rounding of the accumulators, 0 for one rounding at the end.
-    """
-    sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sgb, sgh, sgt = strides
-    n_blocks = tl.cdiv(n, c.bn)
-    pid = tl.program_id(0)
-    pid_bh = pid // n_blocks
-    batch, head = (pid_bh // c.h).to(tl.int64), (pid_bh % c.h).to(tl.int64)
-    who = (seed, batch, head)
-    first = (pid % n_blocks) * c.bn
-    o_k = first + tl.arange(0, c.bn)
+@triton.jit
+def add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c: tl.constexpr):
+    """Add the queries of a head to the accumulators of the keys from `first`.  # [BN, D] each"""
+    n, scale, who = where
     o_d = tl.arange(0, c.d)[None, :]
-    row = pid_bh.to(tl.int64) * n
-    p_q += batch * sqb + head * sqh
-    p_do += batch * sdb + head * sdh
-    queries = (p_q, p_do, p_lse, p_delta, sqt, sdt, row)
-    where = (n, scale, who)
-    b_k = load_rows(p_k + batch * skb + head * skh, skt, o_k, n, c.d, c.even, c.native)
-    b_v = load_rows(p_v + batch * svb + head * svh, svt, o_k, n, c.d, c.even, c.native)
     begin = first // c.bm * c.bm if c.causal else 0  # queries below it see none of these keys
     mid = tl.cdiv(first + c.bn - 1, c.bm) * c.bm if c.causal else 0  # those from it see all
-
-    b_dk = tl.full([c.bn, c.d], 0, tl.float32)
-    b_dv = tl.full([c.bn, c.d], 0, tl.float32)
     if c.tile == 0:
         b_dk, b_dv = sum_dk_dv(
             b_k, b_v, queries, b_dk, b_dv, o_k, begin, tl.minimum(mid, n), where, c, True
@@ -348,6 +328,37 @@ def attention_bwd_dkdv_kernel(
             b_dv = round_site(
                 b_dv + b_dv_new, c.dkdv_acc, who, o_k[:, None], o_i + 3 * c.d, c.native
             )
+    return b_dk, b_dv
+
+
+@triton.jit(do_not_specialize=["seed"])
+def attention_bwd_dkdv_kernel(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, strides, n, scale, seed, c: tl.constexpr,
+):  # fmt: skip
+    """One block of BN keys: dk = scale * ds^T q and dv = p_bwd^T dO, in the inputs' dtype, summed
+    over the heads of queries that read these keys, the first one first.
+
+    c.tile: queries per rounding of the accumulators, 0 for one rounding at the end.
+    """
+    sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sgb, sgh, sgt = strides
+    KEY_HEADS: tl.constexpr = c.h // c.group
+    n_blocks = tl.cdiv(n, c.bn)
+    pid = tl.program_id(0)
+    pid_bh = pid // n_blocks
+    batch, head = (pid_bh // KEY_HEADS).to(tl.int64), (pid_bh % KEY_HEADS).to(tl.int64)
+    first = (pid % n_blocks) * c.bn
+    o_k = first + tl.arange(0, c.bn)
+    b_k = load_rows(p_k + batch * skb + head * skh, skt, o_k, n, c.d, c.even, c.native)
+    b_v = load_rows(p_v + batch * svb + head * svh, svt, o_k, n, c.d, c.even, c.native)
+    b_dk = tl.full([c.bn, c.d], 0, tl.float32)
+    b_dv = tl.full([c.bn, c.d], 0, tl.float32)
+    for i in range(c.group):
+        reader = head * c.group + i
+        row = (pid_bh.to(tl.int64) * c.group + i) * n
+        p_q_head, p_do_head = p_q + batch * sqb + reader * sqh, p_do + batch * sdb + reader * sdh
+        queries = (p_q_head, p_do_head, p_lse, p_delta, sqt, sdt, row)
+        where = (n, scale, (seed, batch, reader))
+        b_dk, b_dv = add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c)
     o_bh = batch * sgb + head * sgh
     store_rows(p_dk + o_bh, sgt, o_k, n, scale * b_dk, c.d, c.native)
     store_rows(p_dv + o_bh, sgt, o_k, n, b_dv, c.d, c.native)

@@ -232,8 +232,8 @@ def attention_fwd_kernel(
     who = (seed, batch, head)
     start = (n_blocks - 1 - pid % n_blocks) * c.bm  # causal: the longest rows first
     o_q = start + tl.arange(0, c.bm)
-    p_k += batch * skb + head * skh
-    p_v += batch * svb + head * svh
+    p_k += batch * skb + head // c.group * skh
+    p_v += batch * svb + head // c.group * svh
     keys, where = (p_k, p_v, skt, svt), (n, scale, who)
     b_q = load_rows(p_q + batch * sqb + head * sqh, sqt, o_q, n, c.d, c.even, c.native)
     end = tl.minimum(start + c.bm, n) if c.causal else n

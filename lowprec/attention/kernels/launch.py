@@ -22,6 +22,8 @@ from lowprec.numerics.policy import DITHER, SITES, PrecisionPolicy
 
 HEAD_DIMS = (16, 32, 64, 128)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+LONGEST = 2**30
+"""A tile that holds any row."""
 NATIVE = not isinstance(fwd.attention_fwd_kernel, InterpretedFunction)
 """False under TRITON_INTERPRET=1, where the kernels run on CPU tensors."""
 
@@ -62,8 +64,10 @@ def check_tensors(q, k, v, scale: float) -> None:
         raise UserError(f"the Triton kernels take {', '.join(DTYPES.values())}, not {q.dtype}")
     if q.shape[3] not in HEAD_DIMS:
         raise UserError(f"head_dim={q.shape[3]} is not one of {HEAD_DIMS}; {mend}")
-    if q.shape != k.shape:
+    if len(q) != len(k) or q.shape[2:] != k.shape[2:]:
         raise UserError(f"the Triton kernels take as many queries as keys; {mend}")
+    if q.shape[1] % k.shape[1]:
+        raise UserError(f"{k.shape[1]} heads of keys must divide the {q.shape[1]} of queries")
     if not scale > 0:
         raise UserError(f"the Triton kernels need a positive scale, not {scale}; {mend}")
     ours = q.shape[1] * q.shape[3]  # of outputs and gradients, see `new_rows`
@@ -115,11 +119,11 @@ def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
-def common(q, causal: bool, scale: float, policy: PrecisionPolicy) -> dict:
+def common(q, k, causal: bool, scale: float, policy: PrecisionPolicy) -> dict:
     """Constants of every kernel."""
     power_of_two = math.frexp(scale)[0] == 0.5
     return dict(
-        h=q.shape[1], d=q.shape[3], causal=causal, native=NATIVE,
+        h=q.shape[1], group=q.shape[1] // k.shape[1], d=q.shape[3], causal=causal, native=NATIVE,
         exact=power_of_two and policy.s.fmt.exponent_bits == 8,
         pieces=3 if q.dtype == torch.float32 else 2,
     )  # fmt: skip
@@ -142,7 +146,8 @@ def forward(
 ):
     """(o, o_stored, o_fp32, lse, ties) of attention; None where not asked for.
 
-    q, k, v: (B, H, T, D), bfloat16, float16 or float32. o: as q. o_stored: float32, o as the policy
+    q: (B, H, T, D), bfloat16, float16 or float32; k, v: as q, or with fewer heads, each read by as
+    many consecutive heads of q. o: as q. o_stored: float32, o as the policy
     stores it, wanted where q's dtype cannot hold that. o_fp32: float32, the shadow output. lse:
     (B, H, T) float32. ties: (B, H, T) int32, scores equal to the row's maximum. A row whose scores
     are all -inf gives o = 0 and lse = -inf; a score of +inf or NaN gives NaN in its row.
@@ -159,7 +164,7 @@ def forward(
     sizes, options = blocks("forward", d, n, 0 if tile is None or tile >= n else tile, q.dtype)
     shift = policy.shift
     known = Constants(
-        **common(q, causal, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
+        **common(q, k, causal, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
         **codes(policy, "s", "x", "p", "l", "o_acc", "o"),
         l_from_p=policy.l_from == "p_rounded", l_floor=policy.l_floor,
         shift=shift.kind, beta=shift.beta, gamma=shift.gamma, tol=shift.tol,
@@ -174,8 +179,8 @@ def forward(
 
 
 def _mean_key(k, same: dict) -> torch.Tensor:
-    """(B, H, parts, D) float32, which sum to the mean key of each head and sequence. same: `common`
-    of the call."""
+    """(B, H', parts, D) float32, which sum to the mean key of each head of keys and sequence. same:
+    `common` of the call."""
     b, h, n, d = k.shape
     rows = bwd.MEAN_ROWS.value
     parts = triton.cdiv(n, rows)
@@ -196,16 +201,17 @@ def backward(
     o: the output as the backward reads it (`o_stored` of `forward` if there is one); o_fp32: the
     shadow output, needed for delta_from="o_fp32", "o_split", "o_redrawn", for delta_bias and, like
     `ties`, for `probe`.
-    delta (the one used), delta_o (from o), delta_ref (from o_fp32): (B, H, T) float32. sums:
+    dk, dv: as k. delta (the one used), delta_o (from o), delta_ref (from o_fp32): (B, H, T)
+    float32. sums:
     (H, 3) float32, per head the sum of delta_o - delta_ref, of its absolute value, and the number
     of rows whose largest score is tied.
     """
     do, q, k, v = (last_contiguous(x) for x in (do, q, k, v))
     b, h, n, d = q.shape
     delta, sums, delta_o, delta_ref = torch.empty_like(lse), None, None, None
-    same = common(q, causal, scale, policy)
+    same = common(q, k, causal, scale, policy)
     tile = 0 if tile is None or tile >= n else tile
-    dq, dk, dv = (new_rows(q) for _ in range(3))
+    dq, dk, dv = (new_rows(x) for x in (q, k, v))
     removed = policy.row_sum == "removed"
     mean_key = _mean_key(k, same) if removed else None
 
@@ -225,11 +231,13 @@ def backward(
             q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_o, delta_ref, sums, dq,
             strides(q, k, v, do, o, dq), n, scale, seed, known, **options,
         )  # fmt: skip
+    if same["group"] > 1:  # the whole row is the queries of one head, and there are more
+        tile = tile or LONGEST
     sizes, options = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
     sites = codes(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc")
     known = Constants(**same, **sizes, **sites)
     with on_device(q):
-        bwd.attention_bwd_dkdv_kernel[(triton.cdiv(n, known.bn) * b * h,)](
+        bwd.attention_bwd_dkdv_kernel[(triton.cdiv(n, known.bn) * b * k.shape[1],)](
             q, k, v, do, lse, delta, dk, dv, strides(q, k, v, do, dk), n, scale, seed, known,
             **options,
         )  # fmt: skip

@@ -30,13 +30,15 @@ HALF = tl.constexpr(1 << 7)  # the flag of FP16 in a code
 class Constants:
     """What a kernel knows when it is compiled, as one constexpr: shapes, options and sites.
 
-    h heads, d head_dim; bm x bn the hardware block; tile keys (queries for dK and dV) a rounding
-    block, 0 for the whole row; even: the length is a multiple of bm and bn; exact, pieces, native:
-    see `scores`, `dot` and above. Each site is its `site_code`, redrawn that of a second rounding
-    of o; the rest are fields of the policy and what the caller wants back.
+    h heads of queries, group of them a head of keys, d head_dim; bm x bn the hardware block; tile
+    keys (queries of a head for dK and dV) a rounding block, 0 for the whole row; even: the length
+    is a multiple of bm and bn; exact, pieces, native: see `scores`, `dot` and above. Each site is
+    its `site_code`, redrawn that of a second rounding of o; the rest are fields of the policy and
+    what the caller wants back.
     """
 
     h: int
+    group: int
     d: int
     bm: int
     bn: int
