@@ -28,7 +28,7 @@ from pathlib import Path
 
 from lowprec import UserError
 from lowprec.evidence import claims
-from lowprec.evidence.registry import Claim
+from lowprec.evidence.registry import Claim, pages
 from lowprec.evidence.verdicts import VERDICTS, Result, threat_links
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish import facts, form, statements
@@ -70,7 +70,7 @@ def write(root: Path) -> list[Path]:
         texts[generated / f"threat-{word.lower()}.md"] = text
     for name, nb in executed.items():
         for figure, markup in figures(nb).items():
-            texts[generated / f"figure-{name}-{figure}.md"] = raw_html(markup)
+            texts[generated / f"figure-{name.replace('/', '-')}-{figure}.md"] = raw_html(markup)
     texts[book / "status.md"] = status(root)
     renew_places(root, executed)
     renew_picture(root, executed)
@@ -150,7 +150,7 @@ def _same(path: Path, text: str) -> bool:
 
 def read_executed(folder: Path) -> dict[str, dict]:
     """Executed notebooks by name, as parsed JSON."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.ipynb"))}
+    return {name: json.loads((folder / f"{name}.ipynb").read_text()) for name in pages(folder)}
 
 
 def check_coverage(registry, executed, sources: Path) -> dict[str, Result]:
@@ -297,8 +297,9 @@ def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
 
 def _source_link(claim: Claim) -> str:
     """The number of a claim's page, or its name, linked to the notebook."""
-    name = claim.page.rpartition("/")[2]
-    return f"[{f'page {name[:2]}' if name[:2].isdecimal() else name}](notebooks/{claim.page}.ipynb)"
+    number = re.match(r"\d+(?=_)", claim.page)
+    said = f"page {number[0]}" if number else claim.page
+    return f"[{said}](notebooks/{claim.page}.ipynb)"
 
 
 def status(root: Path) -> str:
