@@ -550,7 +550,7 @@ def test_the_command_accepts_a_page_by_its_first_letters(accepted, monkeypatch, 
     assert capsys.readouterr().out == "36_bias.lock.json: nothing changed\n"
     pages.main([])
     assert capsys.readouterr().out == "supported     36_bias bias: The bias is negative.\n"
-    with pytest.raises(UserError, match="'36_bais' is no page with claims: did you mean 36_bias"):
+    with pytest.raises(UserError, match="'36_bais' is no page of the book: did you mean 36_bias"):
         pages.main(["--accept", "36_bais"])
 
 
