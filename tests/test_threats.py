@@ -76,7 +76,8 @@ OTHERWISE = {
         stabilised-untied stabilised-untied-head
     """,
     "inconclusive": """
-        common-one-sequence fix-centred-low fix-centred-norm peers-sdpa rounding-sink-no-ties
+        beyond-safe common-one-sequence fix-centred-low fix-centred-norm peers-sdpa
+        rounding-sink-no-ties
     """,
 }
 """The claims that threats.md and shelf.md speak of as refuted, or as open."""
