@@ -654,6 +654,7 @@ def repository(accepted):
     root = accepted().parent
     said = [{"id": "biased", "where": "§1", "says": "It is biased."}]
     (root / "book" / "statements.yml").write_text(yaml.safe_dump(said))
+    (root / "book" / "_toc.yml").write_text("root: intro\nparts: []\n")
     for name in ("README", "book/statements"):
         (root / f"{name}.md").write_text(f"# Title\n\n{pages.MARKERS[0]}\n{pages.MARKERS[1]}\n")
     return root

@@ -354,12 +354,12 @@ def test_another_title_writes_all_pages_anew(written):
 
 def test_the_place_of_a_page_follows_the_contents_and_not_its_time(written):
     page = written / "book" / "executed" / "12_b.ipynb"
-    assert "Part I: All, page 2 of 2 · 1 minute to read" in page.read_text()
+    assert "Part I, page 2 of 2 · 1 minute to read" in page.read_text()
     time = page.stat().st_mtime_ns
     toc = TOC.replace("      - file: executed/11_a\n", "")
     (written / "book" / "_toc.yml").write_text(toc)
     pages.write(written)
-    assert "Part I: All, page 1 of 1" in page.read_text() and page.stat().st_mtime_ns == time
+    assert "Part I, page 1 of 1" in page.read_text() and page.stat().st_mtime_ns == time
     copied = written / "book" / "_generated" / "extra" / "downloads" / "12_b" / "executed.ipynb"
     assert copied.read_text() == page.read_text()
 
@@ -395,6 +395,15 @@ def test_the_claims_of_the_laboratory_stand_with_the_others(written):
     assert facts.locked_fact("laboratory/12_c", "two") == "2"
     measured = limits.pages(written)
     assert list(measured) == EVERY and measured["laboratory/12_c"]["answer"] == 2
+
+
+def test_all_claims_stand_in_the_order_of_the_contents(written):
+    toc = TOC.replace("11_a", "first").replace("12_b", "11_a").replace("first", "12_b")
+    (written / "book" / "_toc.yml").write_text(toc)
+    assert pages.in_order(EVERY, written) == ["12_b", "11_a", "laboratory/12_c"]
+    pages.write(written)
+    listed = (written / "book" / "_generated" / "claims_all.md").read_text()
+    assert re.findall("executed/(.*)`", listed) == ["12_b", "11_a", "laboratory/12_c"]
 
 
 @pytest.mark.parametrize(

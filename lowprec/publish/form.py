@@ -181,7 +181,8 @@ def position(name: str, root: Path) -> str | None:
         if name in names and name.startswith(f"{LABORATORY}/"):
             return f"{caption}{_belongs(name, root, sum(parts.values(), []))}"
         if name in names:
-            return f"{caption}, page {names.index(name) + 1} of {len(names)}"
+            part = caption.partition(":")[0]
+            return f"{part}, page {names.index(name) + 1} of {len(names)}"
     return None
 
 

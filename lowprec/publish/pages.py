@@ -54,7 +54,7 @@ def write(root: Path) -> list[Path]:
     executed = read_executed(book / "executed")
     results = check_coverage(registry, executed, sources)
     generated = book / "_generated"
-    titles = {name: title(nb) for name, nb in executed.items()}
+    titles = {name: title(executed[name]) for name in in_order(executed, root)}
     texts = {
         generated / "contents.json": contents(root, titles),
         generated / "claims_counts.md": counts(registry, found),
@@ -210,17 +210,24 @@ def claims_list(some: list[Claim], results) -> str:
     return "".join(items)
 
 
-def by_page(registry: dict[str, Claim]) -> dict[str, list[Claim]]:
-    """The claims of each notebook, in the order of the notebooks' names."""
-    names = sorted({claim.page for claim in registry.values()})
-    return {name: [c for c in registry.values() if c.page == name] for name in names}
+def in_order(names, root: Path) -> list[str]:
+    """Pages in the order of the book's contents, then those that are not in there."""
+    listed = [name for part in form.contents(root).values() for name in part]
+    return [*(name for name in listed if name in names), *(n for n in names if n not in listed)]
+
+
+def by_page(registry: dict[str, Claim], names) -> dict[str, list[Claim]]:
+    """The claims of each notebook that has some; first those of the names, in their order."""
+    pages = dict.fromkeys([*names, *(claim.page for claim in registry.values())])
+    every = {name: [c for c in registry.values() if c.page == name] for name in pages}
+    return {name: some for name, some in every.items() if some}
 
 
 def doubted(word: str, registry, results, titles) -> str:
     """The claims that name a threat, folded, an item a page: each id, linked to its box."""
     some = {id: claim for id, claim in registry.items() if word in claim.doubts}
     items = [f":::{{dropdown}} Claims doubted for this: {len(some)}\n"]
-    for name, of_page in by_page(some).items():
+    for name, of_page in by_page(some, titles).items():
         linked = (f"[`{c.id}`](#claim-{c.id})" if c.id in results else f"`{c.id}`" for c in of_page)
         items.append(f"- {page_of(name, titles)}: {', '.join(linked)}\n")
     return "".join([*items, ":::\n"])
@@ -249,7 +256,7 @@ def counts(registry: dict[str, Claim], found: dict[str, Result]) -> str:
 def all_claims(registry, results, titles) -> str:
     """A section a page."""
     sections = []
-    for name, some in by_page(registry).items():
+    for name, some in by_page(registry, titles).items():
         head = f"## {titles.get(name, name)}\n\nPage: {page_of(name, titles)}\n\n"
         sections.append(head + claims_list(some, results))
     return "\n".join(sections)
