@@ -550,7 +550,7 @@ def test_the_command_accepts_a_page_by_its_first_letters(accepted, monkeypatch, 
     assert capsys.readouterr().out == "36_bias.lock.json: nothing changed\n"
     pages.main([])
     assert capsys.readouterr().out == "supported     36_bias bias: The bias is negative.\n"
-    with pytest.raises(UserError, match="'36_bais' is no page with claims: did you mean 36_bias"):
+    with pytest.raises(UserError, match="'36_bais' is no page of the book: did you mean 36_bias"):
         pages.main(["--accept", "36_bais"])
 
 
@@ -654,6 +654,7 @@ def repository(accepted):
     root = accepted().parent
     said = [{"id": "biased", "where": "§1", "says": "It is biased."}]
     (root / "book" / "statements.yml").write_text(yaml.safe_dump(said))
+    (root / "book" / "_toc.yml").write_text("root: intro\nparts: []\n")
     for name in ("README", "book/statements"):
         (root / f"{name}.md").write_text(f"# Title\n\n{pages.MARKERS[0]}\n{pages.MARKERS[1]}\n")
     return root

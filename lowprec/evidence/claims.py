@@ -26,7 +26,7 @@ from pathlib import Path
 from lowprec import UserError
 from lowprec.evidence import registration
 from lowprec.evidence.locks import alike, lock_path, read_lock, rounded, write_lock
-from lowprec.evidence.registry import Claim, load, pages_folder, parse
+from lowprec.evidence.registry import Claim, load, pages, pages_folder, pages_named, parse
 from lowprec.evidence.verdicts import Measured, Result
 from lowprec.evidence.words import minus, number
 from lowprec.records import reads
@@ -352,12 +352,11 @@ def _changes(then: dict, now: dict) -> list[str]:
 
 
 def page_named(text: str, folder: Path) -> str:
-    """The page that a command names: in full, by its file, or by its first letters."""
-    name = text.removeprefix("notebooks/").removesuffix(".ipynb")
-    names = sorted({claim.page for claim in load(folder).values()} | set(locks(folder)))
-    found = [n for n in names if n == name] or [n for n in names if n.startswith(name)]
+    """The page that a command names, see `registry.pages_named`."""
+    names = pages(folder)
+    found = pages_named(text, names)
     if len(found) != 1:
-        some = found or difflib.get_close_matches(name, names, n=3, cutoff=0.3)
+        some = found or difflib.get_close_matches(text, names, n=3, cutoff=0.3)
         hint = f": did you mean {' or '.join(some)}?" if some else ""
-        raise UserError(f"{text!r} is no page with claims{hint}")
+        raise UserError(f"{text!r} is no page of the book{hint}")
     return found[0]

@@ -33,6 +33,8 @@ from lowprec.evidence import rules
 
 WEIGHTS = ("key", "support", "check")
 HEADLINES = range(1, 11)
+LABORATORY = "laboratory"
+"""The folder of the pages with what a main page leaves out."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,25 @@ def pages_folder() -> Path:
     from lowprec.records.files import repo_root
 
     return repo_root() / "notebooks"
+
+
+def pages(folder: Path) -> list[str]:
+    """The pages of the book below a folder of notebooks, by name: the main ones, then those of the
+    laboratory, as laboratory/NN_slug. Forks are none."""
+    paths = [*sorted(folder.glob("[!_]*.ipynb")), *sorted(folder.glob(f"{LABORATORY}/[!_]*.ipynb"))]
+    return [path.relative_to(folder).as_posix().removesuffix(".ipynb") for path in paths]
+
+
+def pages_named(text: str, names) -> list[str]:
+    """Those of some pages that a text names: in full, by file, by the first letters, or by those
+    behind folder and number; main pages before the laboratory's, which laboratory/11 names."""
+    text = text.removeprefix("notebooks/").removesuffix(".ipynb")
+    if text in names:
+        return [text]
+    slugs = {name: re.sub(r"^(.*/)?(\d+_)?", "", name) for name in names}
+    found = [name for name in names if name.startswith(text)]
+    found = found or [name for name in names if slugs[name].startswith(text)]
+    return [name for name in found if "/" not in name] or found
 
 
 def load(folder: Path | None = None) -> dict[str, Claim]:
