@@ -173,3 +173,13 @@ def test_a_head_of_the_recorded_table_comes_out_again():
 def test_the_recorded_table_decides_the_prediction():
     factors = row_sums.against_safe(dated.recorded("row_sums", **row_sums.PARAMETERS)["left"])
     assert len(factors) == 4 and factors.median() >= row_sums.TIMES
+
+
+def test_refined_leaves_less_than_safe_of_dq_and_dk_in_each_failing_head():
+    """Of dK only under FA2: under LOW its error is in what scores and l are rounded to."""
+    table = dated.recorded("row_sums", **row_sums.PARAMETERS)["left"]
+    failing = table[table.failing].set_index(["base", "capture", "delta", "change"]).sort_index()
+    for of, least in (("dq", 5), ("dk", 1)):
+        by = failing[of].unstack(["delta", "change"])
+        times = by["o_fp32", "none"] / by["o", "refined"]
+        assert (times if of == "dq" else times["FA2"]).min() > least
