@@ -397,6 +397,17 @@ def test_the_claims_of_the_laboratory_stand_with_the_others(written):
     assert list(measured) == EVERY and measured["laboratory/12_c"]["answer"] == 2
 
 
+def test_old_pages_and_claims_keep_their_addresses(written):
+    table = written / "book" / "redirects.yml"
+    table.write_text("executed/10_old: executed/laboratory/12_c\n")
+    pages.write(written)
+    table.unlink()
+    extra = written / "book" / "_generated" / "extra"
+    old, claim = (extra / f"{name}.html" for name in ("executed/10_old", "claim/one-is-one"))
+    assert 'href="../executed/laboratory/12_c.html"' in old.read_text()
+    assert 'href="../executed/12_b.html#claim-one-is-one"' in claim.read_text()
+
+
 def test_all_claims_stand_in_the_order_of_the_contents(written):
     toc = TOC.replace("11_a", "first").replace("12_b", "11_a").replace("first", "12_b")
     (written / "book" / "_toc.yml").write_text(toc)
