@@ -317,7 +317,27 @@ def test_a_claims_file_without_its_notebook_is_named(folder):
 
 
 def test_the_claims_of_a_fork_stay_with_it(folder):
-    assert list(claims.load(folder(ENTRY, **{"forks/bias": [ENTRY]}))) == ["bias"]
+    fork = {**ENTRY, "id": "mine", "threats": ["sequence"]}
+    notebooks = folder(ENTRY, _template=[fork], **{"forks/mine": [{**fork, "needs": 4}, ENTRY]})
+    assert list(claims.load(notebooks)) == ["bias"]
+    result = claims.check("mine", -0.25, 4, folder=notebooks)
+    assert (result.verdict, result.claim.page, result.registered) == ("supported", "", False)
+    assert not result.claim.exploratory, "nobody knows"
+    assert claims.check("bias", -0.25, 8, folder=notebooks).claim.page == "36_bias"
+    (notebooks / "forks" / "mine.claims.yml").unlink()
+    assert claims.check("mine", -0.25, 4, folder=notebooks).verdict == "inconclusive", "template's"
+    claims.compare("_template", [result.as_dict()], {"a": 1}, notebooks)
+
+
+def test_a_claim_of_two_forks_or_of_none_is_named(folder):
+    mine = {**ENTRY, "id": "mine"}
+    notebooks = folder(ENTRY, **{"forks/a": [mine], "forks/b": [mine]})
+    assert list(claims.load(notebooks)) == ["bias"]
+    with pytest.raises(UserError, match="claim mine stands twice, in forks/a and forks/b: rename"):
+        claims.check("mine", -0.25, 8, folder=notebooks)
+    (notebooks / "forks" / "b.claims.yml").unlink()
+    with pytest.raises(UserError, match="no claim 'mien': did you mean 'mine'?"):
+        claims.check("mien", -0.25, 8, folder=notebooks)
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
     page: its name below notebooks/; a claim of the book is checked on its own page, or in a fork.
     """
     folder = Path(folder or pages_folder())
-    of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith("forks/")
+    of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith(("forks/", "_"))
     for result in map(Result.from_dict, verdicts):
         if not result.registered:
             continue
