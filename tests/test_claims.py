@@ -639,19 +639,6 @@ def test_a_claim_is_not_accepted_before_its_rule_is_committed(history, folder):
     accept(first[:8])  # judged before, which the tests of the repository look at
 
 
-LATE = {
-    # arithmetic, whose rule and result came in one commit
-    *("addition-second-operand addition-worked-example addition-carry-quarter addition-two-ties "
-      "addition-symmetric-residual addition-half-negative addition-residual-sign "
-      "addition-large-residual addition-remark-1 addition-long-weight addition-stochastic "
-      "addition-toward-zero addition-numerator addition-output-sign addition-output-three").split(),
-    # a benchmark, whose record came with the rule
-    *("cost-forward-flash cost-backward-flash cost-every-length cost-policies cost-published "
-      "cost-memory-flash cost-memory-linear").split(),
-}  # fmt: skip
-"""Claims that count as registered and whose rule is not before the commit that first judged it."""
-
-
 def test_every_rule_is_older_than_its_first_verdict():
     if registration.head(ROOT) is None:
         pytest.skip("the history is not here: an archive or a shallow clone")
@@ -662,7 +649,7 @@ def test_every_rule_is_older_than_its_first_verdict():
             claim = claims.load()[id]
             if fault := registration.fault(claim, entry["first_run"], ROOT):
                 faults[id] = fault
-    assert set(faults) == LATE, {id: why for id, why in faults.items() if id not in LATE}
+    assert not faults
 
 
 # The generated pages, in a small repository
