@@ -264,6 +264,21 @@ def test_a_change_executes_the_pages_that_read_it(book, changed, pages):
 
 
 @needs_make
+@pytest.mark.parametrize(
+    "changed, builds",
+    [("11_a.lock.json", True), ("laboratory/12_c.lock.json", True), ("forks/a.claims.yml", False)],
+)
+def test_a_lock_builds_the_book_again_and_a_fork_does_not(book, changed, builds):
+    with unchanged(book):
+        file = book / "notebooks" / changed
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        assert ("jupyter-book build" in make(book, "-n", "book")) == builds
+        if not builds:
+            shutil.rmtree(file.parent)
+
+
+@needs_make
 def test_a_run_more_executes_the_page_that_lists_its_campaign(book):
     with unchanged(book):
         more = book / "data" / "runs" / "mini" / "low-seed2"
@@ -395,6 +410,17 @@ def test_the_claims_of_the_laboratory_stand_with_the_others(written):
     assert facts.locked_fact("laboratory/12_c", "two") == "2"
     measured = limits.pages(written)
     assert list(measured) == EVERY and measured["laboratory/12_c"]["answer"] == 2
+
+
+def test_old_pages_and_claims_keep_their_addresses(written):
+    table = written / "book" / "redirects.yml"
+    table.write_text("executed/10_old: executed/laboratory/12_c\n")
+    pages.write(written)
+    table.unlink()
+    extra = written / "book" / "_generated" / "extra"
+    old, claim = (extra / f"{name}.html" for name in ("executed/10_old", "claim/one-is-one"))
+    assert 'href="../executed/laboratory/12_c.html"' in old.read_text()
+    assert 'href="../executed/12_b.html#claim-one-is-one"' in claim.read_text()
 
 
 def test_all_claims_stand_in_the_order_of_the_contents(written):

@@ -176,32 +176,31 @@ def with_place(nb, about: dict, root: Path) -> str:
 def position(name: str, root: Path) -> str | None:
     """The part of a page and its number in it, by book/_toc.yml; None for a page not in there. For
     one of the laboratory, the main page that it belongs to."""
-    parts = contents(root)
-    for caption, names in parts.items():
-        if name in names and name.startswith(f"{LABORATORY}/"):
+    parts, file = contents(root), f"executed/{name}"
+    for caption, files in parts.items():
+        if file in files and name.startswith(f"{LABORATORY}/"):
             return f"{caption}{_belongs(name, root, sum(parts.values(), []))}"
-        if name in names:
+        if file in files:
             part = caption.partition(":")[0]
-            return f"{part}, page {names.index(name) + 1} of {len(names)}"
+            return f"{part}, page {files.index(file) + 1} of {len(files)}"
     return None
 
 
 def contents(root: Path) -> dict[str, list[str]]:
-    """The names of the pages in each part of book/_toc.yml, in its order."""
+    """The pages in each part of book/_toc.yml, as it names them; under "" its first page."""
     import yaml
 
     toc = yaml.safe_load((root / "book" / "_toc.yml").read_text())
-    return {
-        part["caption"]: [each["file"].removeprefix("executed/") for each in part["chapters"]]
-        for part in toc["parts"]
-    }
+    parts = {p["caption"]: [each["file"] for each in p["chapters"]] for p in toc["parts"]}
+    return {"": [toc["root"]], **parts}
 
 
-def _belongs(name: str, root: Path, names: list[str]) -> str:
+def _belongs(name: str, root: Path, files: list[str]) -> str:
     """The first page of the contents that names this one, as a link; empty if there is none."""
-    for main in names:
+    for file in files:
+        folder, _, main = file.partition("/")
         source = root / "notebooks" / f"{main}.ipynb"
-        if "/" in main or not source.is_file():
+        if folder != "executed" or "/" in main or not source.is_file():
             continue
         if re.search(rf"\b{name}\b", text := source.read_text()):
             first = "".join(json.loads(text)["cells"][0]["source"]).partition("\n")[0]

@@ -8,6 +8,7 @@ book/_generated/threat-WORD.md       the claims to doubt for one threat, folded
 book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/contents.json        the title of every page
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
+book/_generated/extra/               addresses that stay (`lowprec.publish.addresses`)
 book/status.md                       page x profile x date x hardware x duration x verdicts
 book/statements.md                   what Qiu & Yao (2025) say, each statement with its word and its
                                      tests, between markers
@@ -31,7 +32,7 @@ from lowprec.evidence import claims
 from lowprec.evidence.registry import Claim, pages
 from lowprec.evidence.verdicts import VERDICTS, Result, threat_links
 from lowprec.evidence.words import FIGURE_MIME
-from lowprec.publish import facts, form, statements
+from lowprec.publish import addresses, facts, form, statements
 from lowprec.publish.statements import in_words, verdict_of
 from lowprec.records import files, runs
 
@@ -75,6 +76,7 @@ def write(root: Path) -> list[Path]:
     renew_places(root, executed)
     renew_picture(root, executed)
     texts |= downloads(root, executed)
+    texts |= addresses_of(root, registry)
     if not _same(generated / "contents.json", texts[generated / "contents.json"]):
         shutil.rmtree(book / "_build" / "html", ignore_errors=True)  # it is in all of its pages
     for path in generated.rglob("*"):
@@ -212,7 +214,8 @@ def claims_list(some: list[Claim], results) -> str:
 
 def in_order(names, root: Path) -> list[str]:
     """Pages in the order of the book's contents, then those that are not in there."""
-    listed = [name for part in form.contents(root).values() for name in part]
+    files = sum(form.contents(root).values(), [])
+    listed = [file.removeprefix("executed/") for file in files]
     return [*(name for name in listed if name in names), *(n for n in names if n not in listed)]
 
 
@@ -358,6 +361,14 @@ def downloads(root: Path, executed) -> dict[Path, str]:
         files[folder / name / "source.ipynb"] = root / "notebooks" / f"{name}.ipynb"
         files[folder / name / "executed.ipynb"] = book / "executed" / f"{name}.ipynb"
     return {path: source.read_text() for path, source in files.items()}
+
+
+def addresses_of(root: Path, registry: dict[str, Claim]) -> dict[Path, str]:
+    """The stubs of old pages and of claims, published as they are."""
+    book, of_claims = root / "book", {claim.id: claim.page for claim in registry.values()}
+    table = addresses.redirects(book, sum(form.contents(root).values(), []))
+    stubs = addresses.stubs(table, of_claims)
+    return {book / "_generated" / "extra" / path: text for path, text in stubs.items()}
 
 
 def main(argv: list[str]) -> None:
