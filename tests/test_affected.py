@@ -173,8 +173,8 @@ def test_exact_attention_has_no_error(hub):
 
 
 def test_a_refined_delta_shows_in_the_whole_error_alone(hub):
-    """`share` is what a stored output does to a delta that reads it. The last layer's dO is the same
-    under both; layers before it get other gradients."""
+    """`share` is what a stored output does to a delta that reads it. In the last layer dO is the
+    same under both policies."""
     rounded, refined = (
         affected.probe(small(hub, "gpt2"), policy=policy, length=64).set_index(["layer", "head"])
         for policy in (FA2, "FA2+row_sum=refined")
