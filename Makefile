@@ -18,8 +18,9 @@ PY    := $(BIN)/python
 VENV  := .venv/.stamp
 BOOK  := book/_build/html
 # The longest first, so that none is left alone at the end.
-SOURCES := $(wildcard $(addprefix notebooks/,37_*.ipynb 42_*.ipynb 45_*.ipynb [0-9][0-9]_*.ipynb))
-NAMES   := $(basename $(notdir $(SOURCES)))
+SOURCES := $(wildcard $(addprefix notebooks/,37_*.ipynb 42_*.ipynb 45_*.ipynb \
+             [0-9][0-9]_*.ipynb laboratory/[!_]*.ipynb))
+NAMES   := $(SOURCES:notebooks/%.ipynb=%)
 
 DATA  := $(shell find data -type f -not -path '*/.*')
 # What the generated pages and the looks of all others depend on.
@@ -28,7 +29,7 @@ BUILDER := $(wildcard book/*.yml book/*.bib book/_static/*) \
              publish/statements.py evidence/claims.py evidence/verdicts.py)
 # What else the book is written from. _generated and status.md are made from it.
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md)) README.md data/README.md \
-         $(shell find notebooks -name '*.claims.yml' -o -name '*.lock.json')
+         $(wildcard $(SOURCES:.ipynb=.claims.yml) $(SOURCES:.ipynb=.lock.json))
 
 # Side by side unless you say otherwise with -j: a page needs a core and up to 2.5 GB. Not with
 # `clean`, beside which nothing can be made.
@@ -62,7 +63,7 @@ gpu-check: $(VENV)
 folder = $(if $(filter recorded,$(1)),book/executed,build/$(1))
 define execute
 $(call folder,$(1))/%.ipynb: notebooks/%.ipynb notebooks/profiles/$(1).yaml $(VENV)
-	$(PY) -m lowprec notebook $$< $$@ --profile $(1) --depfile $$(@D)/.$$*.d
+	$(PY) -m lowprec notebook $$< $$@ --profile $(1) --depfile $$(@D)/.$$(*F).d
 endef
 $(foreach profile,recorded gpu,$(eval $(call execute,$(profile))))
 
@@ -71,10 +72,11 @@ $(error PROFILE is '$(PROFILE)': take recorded or gpu)
 endif
 notebooks: $(NAMES:%=$(call folder,$(PROFILE))/%.ipynb)
 
-DEPFILES := $(wildcard $(NAMES:%=book/executed/.%.d) $(NAMES:%=build/gpu/.%.d))
+EXECUTED := $(NAMES:%=book/executed/%.ipynb) $(NAMES:%=build/gpu/%.ipynb)
+DEPFILES := $(wildcard $(join $(dir $(EXECUTED)),$(patsubst %.ipynb,.%.d,$(notdir $(EXECUTED)))))
 -include $(DEPFILES)
-READ := $(foreach file,$(DEPFILES),$(dir $(file))$(patsubst .%.d,%.ipynb,$(notdir $(file))))
-$(filter-out $(READ),$(NAMES:%=book/executed/%.ipynb) $(NAMES:%=build/gpu/%.ipynb)): FORCE
+READ := $(join $(dir $(DEPFILES)),$(patsubst .%.d,%.ipynb,$(notdir $(DEPFILES))))
+$(filter-out $(READ),$(EXECUTED)): FORCE
 FORCE:
 
 # Data that changed is held against its manifest before a page reads it. Order-only: that alone
@@ -86,7 +88,7 @@ build/.verified: $(DATA) $(VENV)
 	@mkdir -p $(@D) && touch $@
 
 book/_build/.stamp: $(RECORDED) $(PAGES) $(BUILDER) $(VENV)
-	rm -f $(filter-out $(RECORDED),$(wildcard book/executed/*.ipynb))
+	rm -f $(filter-out $(RECORDED),$(wildcard $(addprefix book/executed/,*.ipynb laboratory/*.ipynb)))
 	$(if $(filter $(BUILDER) $(VENV),$?),rm -rf book/_build)
 	$(PY) -m lowprec claims --write
 	$(BIN)/jupyter-book build book -W --keep-going -n -q || \
@@ -105,7 +107,7 @@ check-links: book
 	$(BIN)/jupyter-book build book --path-output build/links --all --builder linkcheck -q
 
 strip: $(VENV)
-	$(BIN)/nbstripout --keep-id notebooks/*.ipynb
+	$(BIN)/nbstripout --keep-id $(wildcard notebooks/*.ipynb notebooks/laboratory/*.ipynb)
 
 # Not .venv: it is the slow part, and it renews itself when the pins change.
 clean:

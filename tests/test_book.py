@@ -16,6 +16,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
 
+from lowprec.evidence.registry import pages
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish.figure import MIN_SCALE, luminance
 
@@ -26,7 +27,7 @@ SITE = ROOT / "book" / "_build" / "html"
 FILES = [p.relative_to(SITE) for p in SITE.rglob("*.html")]
 PAGES = sorted(p.as_posix() for p in FILES if p.parts[0] != "_static")
 CONTENT = [p for p in PAGES if p not in ("index.html", "genindex.html", "search.html")]
-NOTEBOOKS = sorted(p.stem for p in (ROOT / "book" / "executed").glob("*.ipynb"))
+NOTEBOOKS = pages(ROOT / "book" / "executed")
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -238,9 +239,9 @@ def test_figures_are_seen_in_the_dark(tab):
 
 @look_at([f"executed/{name}.html" for name in NOTEBOOKS])
 def test_a_notebook_page_offers_its_sources_and_the_data_of_its_figures(tab):
-    name = Path(urlparse(tab.url).path).stem
+    name = urlparse(tab.url).path.removeprefix("/executed/").removesuffix(".html")
     source = ROOT / "notebooks" / f"{name}.ipynb"
-    assert download(tab, "the notebook") == (f"{name}.ipynb", source.read_bytes())
+    assert download(tab, "the notebook") == (source.name, source.read_bytes())
     executed = ROOT / "book" / "executed" / f"{name}.ipynb"
     assert download(tab, "this page, executed")[1] == executed.read_bytes()
     outputs = [o for c in json.loads(executed.read_text())["cells"] for o in c.get("outputs", [])]

@@ -19,10 +19,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lowprec
+from lowprec.evidence.registry import pages
 from lowprec.publish import form
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = [ROOT / f"notebooks/{name}.ipynb" for name in (*pages(ROOT / "notebooks"), "_template")]
 PYTHONS = ("3.11", "3.12", "3.13")
 HEADER = ("Question", "Hypothesis", "Prediction", "Refuted if", "Rivals", "Parameters", "Needs")
 
@@ -222,18 +223,23 @@ BUILDER = (
 )
 
 
+EVERY = ["11_a", "12_b", "laboratory/11_c"]
+
+
 @pytest.fixture
 def built(tmp_path):
     """The stand-in after `make book`: every product newer than what it is made from."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     sources = (
-        "notebooks/11_a.ipynb", "notebooks/12_b.ipynb", "notebooks/profiles/recorded.yaml",
-        "notebooks/profiles/gpu.yaml", "data/run.parquet", "data/README.md", "book/statements.yml",
-        "book/intro.md", "README.md", *(f"lowprec/{name}.py" for name in BUILDER),
+        "notebooks/11_a.ipynb", "notebooks/12_b.ipynb", "notebooks/laboratory/11_c.ipynb",
+        "notebooks/profiles/recorded.yaml", "notebooks/profiles/gpu.yaml", "data/run.parquet",
+        "data/README.md", "book/statements.yml", "book/intro.md", "README.md",
+        *(f"lowprec/{name}.py" for name in BUILDER),
     )  # fmt: skip
     products = (
-        ".venv/.stamp", "book/executed/11_a.ipynb", "book/executed/12_b.ipynb",
-        "book/executed/.11_a.d", "book/executed/.12_b.d", "book/_build/.stamp",
+        ".venv/.stamp", *(f"book/executed/{name}.ipynb" for name in EVERY),
+        "book/executed/.11_a.d", "book/executed/.12_b.d", "book/executed/laboratory/.11_c.d",
+        "book/_build/.stamp",
     )  # fmt: skip
     for age, name in enumerate((*sources, "constraints.txt", "pyproject.toml", *products)):
         path = tmp_path / name
@@ -244,7 +250,7 @@ def built(tmp_path):
 
 
 def executed(output):
-    return sorted(re.findall(r"-m lowprec notebook notebooks/(\w+)\.ipynb", output))
+    return sorted(re.findall(r"-m lowprec notebook notebooks/([\w/]+)\.ipynb", output))
 
 
 @needs_make
@@ -259,10 +265,11 @@ def test_make_does_nothing_when_nothing_changed(built):
     "changed, notebooks",
     [
         ("notebooks/11_a.ipynb", ["11_a"]),
-        ("notebooks/profiles/recorded.yaml", ["11_a", "12_b"]),
+        ("notebooks/laboratory/11_c.ipynb", ["laboratory/11_c"]),
+        ("notebooks/profiles/recorded.yaml", EVERY),
         ("notebooks/profiles/gpu.yaml", []),
         ("data/run.parquet", []),  # which no page has read: tests/test_reads.py has the others
-        ("constraints.txt", ["11_a", "12_b"]),
+        ("constraints.txt", EVERY),
         ("book/intro.md", []),
         ("book/statements.yml", []),
     ],
@@ -280,10 +287,21 @@ def test_make_executes_what_a_change_touches(built, changed, notebooks):
 @needs_make
 def test_make_notebooks_keeps_profiles_apart(built):
     done = make(built, "-n", "notebooks", PROFILE="gpu")
-    assert executed(done.stdout) == ["11_a", "12_b"]
+    assert executed(done.stdout) == EVERY
     assert "build/gpu/11_a.ipynb --profile gpu" in done.stdout
+    page = "build/gpu/laboratory/11_c.ipynb --profile gpu --depfile build/gpu/laboratory/.11_c.d"
+    assert page in done.stdout
     done = make(built, "notebooks", PROFILE="gpus")
     assert done.returncode != 0 and "take recorded or gpu" in done.stderr
+
+
+@needs_make
+def test_a_page_whose_notebook_is_gone_leaves_the_book(built):
+    for name in ("12_b", "laboratory/11_c"):
+        (built / "notebooks" / f"{name}.ipynb").unlink()
+    (built / "book" / "intro.md").touch()
+    done = make(built, "-n", "book")
+    assert "rm -f book/executed/12_b.ipynb book/executed/laboratory/11_c.ipynb\n" in done.stdout
 
 
 @needs_make
@@ -293,6 +311,7 @@ def test_make_notebooks_keeps_profiles_apart(built):
      (100, ["-j2"], True), (6_000_000, ["clean"], False)],
 )  # fmt: skip
 def test_pages_are_made_side_by_side_if_there_is_memory(built, memory, words, together):
+    (built / "notebooks" / "laboratory" / "11_c.ipynb").unlink()
     for page in (built / "book" / "executed").glob("*.ipynb"):
         page.unlink()
     said = 'test "$3" != notebook || { echo start >> log; sleep 0.5; echo end >> log; }'

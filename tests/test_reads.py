@@ -16,8 +16,11 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from safetensors.numpy import save_file
 
+from lowprec import UserError
+from lowprec.__main__ import main
+from lowprec.evidence import claims
 from lowprec.evidence.locks import write_lock
-from lowprec.publish import pages
+from lowprec.publish import facts, form, limits, pages
 from lowprec.records import manifest, reads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +51,7 @@ def test_what_is_made_is_no_dependency(tmp_path):
     assert set(reads.dependencies(tmp_path / "log", tmp_path)) == expected
 
 
-# A small book: a repository with two pages, executed by its own make
+# A small book: a repository with two pages and one of the laboratory, executed by its own make
 
 ONE = """import json
 import lzma
@@ -89,14 +92,28 @@ TWO = "from lowprec import claims\nfrom lowprec.studies import two\nclaims.check
 CLAIM = "- id: {}\n  sentence: A claim.\n  rule: number == {}\n  needs: 1\n"
 
 
-NEW = "# Another\n\n**Question.** Is it?\n\n**Answer.** It is."
+NEW = """# Another `x` < y
+
+**Question.** Is it?
+
+**Answer.** It is: [why](laboratory/12_c.ipynb)."""
+IN_LABORATORY = "# More\n\n**Question.** Why?\n\n**Answer.** {two} < 3."
 TOC = """root: intro
 parts:
   - caption: "Part I: All"
     chapters:
       - file: executed/11_a
       - file: executed/12_b
+  - caption: Laboratory
+    chapters:
+      - file: executed/laboratory/12_c
 """
+MORE = """from lowprec import claims
+from lowprec.publish.facts import facts
+
+claims.check(zero_is_zero=0)
+facts(two=2)"""
+EVERY = ["11_a", "12_b", "laboratory/12_c"]
 
 
 def write_notebook(path, title, code):
@@ -153,11 +170,17 @@ def book(tmp_path_factory):
     (root / "data").mkdir()
     write_data(root / "data")
     manifest.write_manifest(root / "data")
-    both = ("11_a", "# A page", ONE, "two-runs", 2), ("12_b", NEW, TWO, "one-is-one", 1)
-    for name, title, code, id, value in both:
+    (root / "notebooks" / "laboratory").mkdir()
+    every = (
+        ("11_a", "# A page", ONE, "two-runs", 2, {}),
+        ("12_b", NEW, TWO, "one-is-one", 1, {}),
+        ("laboratory/12_c", IN_LABORATORY, MORE, "zero-is-zero", 0, {"two": 2}),
+    )
+    for name, title, code, id, value, said in every:
         write_notebook(root / "notebooks" / f"{name}.ipynb", title, code)
         (root / "notebooks" / f"{name}.claims.yml").write_text(CLAIM.format(id, value))
-        write_lock(name, root / "notebooks", {id: dict(verdict="supported", value=value, n=1)}, {})
+        entries = {id: dict(verdict="supported", value=value, n=1)}
+        write_lock(name, root / "notebooks", entries, said)
     (root / "book").mkdir()
     (root / "book" / "statements.yml").write_text("[]")
     (root / "book" / "_toc.yml").write_text(TOC)
@@ -167,16 +190,17 @@ def book(tmp_path_factory):
     script(root / ".venv/bin/python", f'PYTHONPATH="{root}" exec "{sys.executable}" "$@"')
     script(root / ".venv/bin/jupyter-book", "mkdir -p book/_build/html && echo built")
     (root / ".venv" / ".stamp").touch()
-    assert executed(make(root, "book")) == ["11_a", "12_b"]
+    assert executed(make(root, "book")) == EVERY
     return root
 
 
 def executed(output):
-    return sorted(re.findall(r"-m lowprec notebook notebooks/(\w+)\.ipynb", output))
+    return sorted(re.findall(r"-m lowprec notebook notebooks/([\w/]+)\.ipynb", output))
 
 
 def depends_on(root, name):
-    text = (root / "book" / "executed" / f".{name}.d").read_text()
+    page = root / "book" / "executed" / name
+    text = (page.parent / f".{page.name}.d").read_text()
     return set(text.partition("\n\n")[0].replace("\\\n", " ").split()[1:])
 
 
@@ -188,9 +212,9 @@ def test_a_page_depends_on_all_that_it_read_and_on_nothing_else(book):
     assert files == {f"data/{name}" for name in READ} and here <= first
     assert "lowprec/studies/one.py" in first and "lowprec/studies/two.py" not in first
     assert "notebooks/11_a.claims.yml" in first and "notebooks/12_b.claims.yml" not in first
-    assert {path for path in second if not path.startswith("lowprec/")} == {
-        "notebooks/12_b.claims.yml"
-    }
+    for name in EVERY[1:]:
+        of_others = {path for path in depends_on(book, name) if not path.startswith("lowprec/")}
+        assert of_others == {f"notebooks/{name}.claims.yml"}
     assert {
         "lowprec/publish/notebook.py",
         "lowprec/publish/form.py",
@@ -202,16 +226,18 @@ def test_a_page_depends_on_all_that_it_read_and_on_nothing_else(book):
 CHANGES = {
     "lowprec/studies/one.py": ["11_a"],
     "lowprec/studies/unused.py": [],
-    "lowprec/publish/form.py": ["11_a", "12_b"],
+    "lowprec/publish/form.py": EVERY,
     "lowprec/publish/pages.py": [],
     "notebooks/11_a.claims.yml": ["11_a"],
     "notebooks/11_a.lock.json": [],
     "notebooks/12_b.ipynb": ["12_b"],
+    "notebooks/laboratory/12_c.ipynb": ["laboratory/12_c"],
+    "notebooks/laboratory/12_c.claims.yml": ["laboratory/12_c"],
     "data/README.md": [],
     "data/manifest.json": [],
     "data/pandas.parquet": ["11_a"],
     "data/load.safetensors": ["11_a"],
-    "constraints.txt": ["11_a", "12_b"],
+    "constraints.txt": EVERY,
 }
 
 
@@ -235,6 +261,21 @@ def test_a_change_executes_the_pages_that_read_it(book, changed, pages):
     with unchanged(book):
         (book / changed).touch()
         assert executed(make(book, "-n", "book")) == pages
+
+
+@needs_make
+@pytest.mark.parametrize(
+    "changed, builds",
+    [("11_a.lock.json", True), ("laboratory/12_c.lock.json", True), ("forks/a.claims.yml", False)],
+)
+def test_a_lock_builds_the_book_again_and_a_fork_does_not(book, changed, builds):
+    with unchanged(book):
+        file = book / "notebooks" / changed
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        assert ("jupyter-book build" in make(book, "-n", "book")) == builds
+        if not builds:
+            shutil.rmtree(file.parent)
 
 
 @needs_make
@@ -328,11 +369,82 @@ def test_another_title_writes_all_pages_anew(written):
 
 def test_the_place_of_a_page_follows_the_contents_and_not_its_time(written):
     page = written / "book" / "executed" / "12_b.ipynb"
-    assert "Part I: All, page 2 of 2 · 1 minute to read" in page.read_text()
+    assert "Part I, page 2 of 2 · 1 minute to read" in page.read_text()
     time = page.stat().st_mtime_ns
     toc = TOC.replace("      - file: executed/11_a\n", "")
     (written / "book" / "_toc.yml").write_text(toc)
     pages.write(written)
-    assert "Part I: All, page 1 of 1" in page.read_text() and page.stat().st_mtime_ns == time
+    assert "Part I, page 1 of 1" in page.read_text() and page.stat().st_mtime_ns == time
     copied = written / "book" / "_generated" / "extra" / "downloads" / "12_b" / "executed.ipynb"
     assert copied.read_text() == page.read_text()
+
+
+# The laboratory
+
+
+def test_a_page_of_the_laboratory_names_its_main_page_and_offers_its_files(written):
+    pages.write(written)
+    page = nbformat.read(written / "book" / "executed" / "laboratory" / "12_c.ipynb", 4)
+    place = page.cells[0].source
+    assert 'Laboratory of <a href="../12_b.html">Another x &lt; y</a> · 1 minute' in place
+    assert '"../../downloads/laboratory/12_c/source.ipynb" download="12_c.ipynb"' in place
+    offered = written / "book" / "_generated" / "extra" / "downloads" / "laboratory" / "12_c"
+    source = (written / "notebooks" / "laboratory" / "12_c.ipynb").read_text()
+    assert (offered / "source.ipynb").read_text() == source
+
+
+def test_a_page_of_the_laboratory_that_no_page_links_to_names_none(written):
+    source = written / "notebooks" / "12_b.ipynb"
+    kept = source.read_text()
+    source.write_text(kept.replace("laboratory/12_c", "laboratory/12_cd"))
+    assert form.position("laboratory/12_c", written) == "Laboratory"
+    source.write_text(kept)
+
+
+def test_the_claims_of_the_laboratory_stand_with_the_others(written):
+    pages.write(written)
+    listed = (written / "book" / "_generated" / "claims_all.md").read_text()
+    main, more = "{doc}`/executed/12_b`", "## More\n\nPage: {doc}`/executed/laboratory/12_c`"
+    assert listed.index(main) < listed.index(more)
+    assert "- [**supported**](#claim-zero-is-zero), exploratory: A claim." in listed
+    assert facts.locked_fact("laboratory/12_c", "two") == "2"
+    measured = limits.pages(written)
+    assert list(measured) == EVERY and measured["laboratory/12_c"]["answer"] == 2
+
+
+def test_old_pages_and_claims_keep_their_addresses(written):
+    table = written / "book" / "redirects.yml"
+    table.write_text("executed/10_old: executed/laboratory/12_c\n")
+    pages.write(written)
+    table.unlink()
+    extra = written / "book" / "_generated" / "extra"
+    old, claim = (extra / f"{name}.html" for name in ("executed/10_old", "claim/one-is-one"))
+    assert 'href="../executed/laboratory/12_c.html"' in old.read_text()
+    assert 'href="../executed/12_b.html#claim-one-is-one"' in claim.read_text()
+
+
+def test_all_claims_stand_in_the_order_of_the_contents(written):
+    toc = TOC.replace("11_a", "first").replace("12_b", "11_a").replace("first", "12_b")
+    (written / "book" / "_toc.yml").write_text(toc)
+    assert pages.in_order(EVERY, written) == ["12_b", "11_a", "laboratory/12_c"]
+    pages.write(written)
+    listed = (written / "book" / "_generated" / "claims_all.md").read_text()
+    assert re.findall("executed/(.*)`", listed) == ["12_b", "11_a", "laboratory/12_c"]
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [("12", "12_b"), ("b", "12_b"), ("laboratory/12", "laboratory/12_c"), ("c", "laboratory/12_c"),
+     ("notebooks/laboratory/12_c.ipynb", "laboratory/12_c")],
+)  # fmt: skip
+def test_of_two_pages_with_one_number_the_main_one_is_meant(written, text, name, capsys):
+    assert claims.page_named(text, written / "notebooks") == name
+    time = (written / "notebooks" / f"{name}.lock.json").stat().st_mtime_ns
+    assert main(["claims", "--accept", text]) == 0
+    assert f"{name}.lock.json: nothing changed" in capsys.readouterr().out
+    assert (written / "notebooks" / f"{name}.lock.json").stat().st_mtime_ns > time
+
+
+def test_a_page_that_the_laboratory_has_not_is_asked_back(written):
+    with pytest.raises(UserError, match="'laboratory/13' is no page .*mean laboratory/12_c"):
+        claims.page_named("laboratory/13", written / "notebooks")

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from lowprec import UserError
+from lowprec.evidence import registry
 from lowprec.records import explosion, files, manifest, provenance, runs
 from lowprec.records.explosion import excess, find_explosion, window_mean
 from lowprec.records.runs import load_run, load_runs
@@ -318,8 +319,8 @@ def test_the_book_quotes_messages_that_there_are():
     """Every fragment, of two words and more, of each message in its table of troubles."""
     root = files.repo_root()
     said = [(root / "Makefile").read_text()]
-    for path in (root / "notebooks").glob("*.ipynb"):
-        cells = json.loads(path.read_text())["cells"]
+    for name in (*registry.pages(root / "notebooks"), "_template"):
+        cells = json.loads((root / "notebooks" / f"{name}.ipynb").read_text())["cells"]
         said += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     for path in (*(root / "lowprec").rglob("*.py"), root / "tests" / "conftest.py"):
         for node in ast.walk(ast.parse(path.read_text())):

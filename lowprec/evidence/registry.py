@@ -33,6 +33,9 @@ from lowprec.evidence import rules
 
 WEIGHTS = ("key", "support", "check")
 HEADLINES = range(1, 11)
+LABORATORY = "laboratory"
+"""The folder of the pages with what a main page leaves out."""
+TEMPLATE = "_template.claims.yml"
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,25 @@ def pages_folder() -> Path:
     return repo_root() / "notebooks"
 
 
+def pages(folder: Path) -> list[str]:
+    """The pages of the book below a folder of notebooks, by name: the main ones, then those of the
+    laboratory, as laboratory/NN_slug. Forks are none."""
+    paths = [*sorted(folder.glob("[!_]*.ipynb")), *sorted(folder.glob(f"{LABORATORY}/[!_]*.ipynb"))]
+    return [path.relative_to(folder).as_posix().removesuffix(".ipynb") for path in paths]
+
+
+def pages_named(text: str, names) -> list[str]:
+    """Those of some pages that a text names: in full, by file, by the first letters, or by those
+    behind folder and number; main pages before the laboratory's, which laboratory/11 names."""
+    text = text.removeprefix("notebooks/").removesuffix(".ipynb")
+    if text in names:
+        return [text]
+    slugs = {name: re.sub(r"^(.*/)?(\d+_)?", "", name) for name in names}
+    found = [name for name in names if name.startswith(text)]
+    found = found or [name for name in names if slugs[name].startswith(text)]
+    return [name for name in found if "/" not in name] or found
+
+
 def load(folder: Path | None = None) -> dict[str, Claim]:
     """The claims beside the notebooks by id, page by page; folder: notebooks/ by default.
 
@@ -163,14 +185,30 @@ def load(folder: Path | None = None) -> dict[str, Claim]:
     """
     folder = Path(folder or pages_folder())
     files = [path for path in sorted(folder.rglob("*.claims.yml"))
-             if path.relative_to(folder).parts[0] != "forks"]  # fmt: skip
+             if path.relative_to(folder).parts[0] not in ("forks", TEMPLATE)]  # fmt: skip
     if not files:
         raise UserError(f"there are no claims in {folder}; restore them from git")
-    files.sort(key=lambda path: (len(path.parts), path))
-    threats = folder.parent / "book" / "threats.md"
+    return _joined(sorted(files, key=lambda path: (len(path.parts), path)), folder)
+
+
+def of_forks(folder: Path | None = None) -> dict[str, Claim]:
+    """The claims beside forks and those of the template, by id; none of them is the book's, so
+    `page` is empty. A copy of the template has its ids too, and comes before it.
+
+    Raises `UserError` as `load` does.
+    """
+    folder = Path(folder or pages_folder())
+    files = [folder / TEMPLATE] if (folder / TEMPLATE).is_file() else []
+    found = _joined(files, folder) | _joined(sorted(folder.glob("forks/**/*.claims.yml")), folder)
+    return {id: dataclasses.replace(claim, page="") for id, claim in found.items()}
+
+
+def _joined(files: list[Path], folder: Path) -> dict[str, Claim]:
+    """The claims of some files by id; none stands twice."""
+    threats = _words_of(folder.parent / "book" / "threats.md")
     claims: dict[str, Claim] = {}
     for path in files:
-        for claim in _read(path, path.stat().st_mtime_ns, folder, _words_of(threats)):
+        for claim in _read(path, path.stat().st_mtime_ns, folder, threats):
             if claim.id in claims:
                 other = claims[claim.id].page
                 raise UserError(f"claim {claim.id} stands twice, in {other} and {claim.page}: "

@@ -8,10 +8,12 @@ cell whose figure stands under the answer; `fold`, a cell shown under its first 
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections import Counter
 from pathlib import Path
 
+from lowprec.evidence.registry import LABORATORY
 from lowprec.evidence.words import CLAIM_MIME, FIGURE_MIME
 
 WORDS_A_MINUTE = 230
@@ -172,25 +174,49 @@ def with_place(nb, about: dict, root: Path) -> str:
 
 
 def position(name: str, root: Path) -> str | None:
-    """The part of a page and its number in it, by book/_toc.yml; None for a page not in there."""
+    """The part of a page and its number in it, by book/_toc.yml; None for a page not in there. For
+    one of the laboratory, the main page that it belongs to."""
+    parts, file = contents(root), f"executed/{name}"
+    for caption, files in parts.items():
+        if file in files and name.startswith(f"{LABORATORY}/"):
+            return f"{caption}{_belongs(name, root, sum(parts.values(), []))}"
+        if file in files:
+            part = caption.partition(":")[0]
+            return f"{part}, page {files.index(file) + 1} of {len(files)}"
+    return None
+
+
+def contents(root: Path) -> dict[str, list[str]]:
+    """The pages in each part of book/_toc.yml, as it names them; under "" its first page."""
     import yaml
 
     toc = yaml.safe_load((root / "book" / "_toc.yml").read_text())
-    for part in toc["parts"]:
-        files = [chapter["file"] for chapter in part["chapters"]]
-        if (file := f"executed/{name}") in files:
-            return f"{part['caption']}, page {files.index(file) + 1} of {len(files)}"
-    return None
+    parts = {p["caption"]: [each["file"] for each in p["chapters"]] for p in toc["parts"]}
+    return {"": [toc["root"]], **parts}
+
+
+def _belongs(name: str, root: Path, files: list[str]) -> str:
+    """The first page of the contents that names this one, as a link; empty if there is none."""
+    for file in files:
+        folder, _, main = file.partition("/")
+        source = root / "notebooks" / f"{main}.ipynb"
+        if folder != "executed" or "/" in main or not source.is_file():
+            continue
+        if re.search(rf"\b{name}\b", text := source.read_text()):
+            first = "".join(json.loads(text)["cells"][0]["source"]).partition("\n")[0]
+            title = html.escape(title_of(first).replace("`", ""))
+            return f' of <a href="../{main}.html">{title}</a>'
+    return ""
 
 
 def downloads(name: str) -> str:
     """Links to a page's two files; the book offers its own pages only."""
     if name.startswith("forks/"):
         return ""
-    folder = f"../downloads/{name}"
+    folder, file = f"{'../' * (1 + name.count('/'))}downloads/{name}", name.rpartition("/")[2]
     return (
-        f'download <a href="{folder}/source.ipynb" download="{name}.ipynb">the notebook</a> or\n'
-        f'<a href="{folder}/executed.ipynb" download="{name}-executed.ipynb">this page, '
+        f'download <a href="{folder}/source.ipynb" download="{file}.ipynb">the notebook</a> or\n'
+        f'<a href="{folder}/executed.ipynb" download="{file}-executed.ipynb">this page, '
         "executed</a>"
     )
 

@@ -1,6 +1,6 @@
 """Where every page stands: how much it asks of a reader, and of whoever changes it.
 
-A page in the new form is held to LIMITS by tests/test_limits.py. What is folded is not counted.
+A page in the new form is held to its limits by tests/test_limits.py. What is folded is not counted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import re
 from pathlib import Path
 
+from lowprec.evidence import registry
+from lowprec.evidence.registry import LABORATORY
 from lowprec.evidence.words import CLAIM_MIME, FIGURE_MIME
 from lowprec.publish import form
 
@@ -24,7 +26,9 @@ LIMITS = {
     "numbers": (3, "numbers in the answer"),
     "sentence": (35, "words in its longest sentence"),
 }
-"""The most of each, and what it counts."""
+"""The most of each on a main page, and what it counts."""
+IN_LABORATORY = {"code": (450, LIMITS["code"][1]), "strings": LIMITS["strings"]}
+"""The same for a page of the laboratory, which may be as long as it needs."""
 PROSE = 4
 """Words from which on a string of the code is taken for prose."""
 
@@ -95,11 +99,16 @@ def sentences(texts: list[str]) -> list[str]:
     return found
 
 
-def beyond(measured: dict[str, int]) -> list[str]:
+def of(page: str) -> dict[str, tuple[int, str]]:
+    """The limits of a page, by its name."""
+    return IN_LABORATORY if page.startswith(f"{LABORATORY}/") else LIMITS
+
+
+def beyond(measured: dict[str, int], page: str = "") -> list[str]:
     """What is above its limit, a phrase each."""
     return [
         f"{measured[key]:,} {what}, where {limit:,} is the most"
-        for key, (limit, what) in LIMITS.items()
+        for key, (limit, what) in of(page).items()
         if measured.get(key, 0) > limit
     ]
 
@@ -107,11 +116,11 @@ def beyond(measured: dict[str, int]) -> list[str]:
 def pages(root: Path) -> dict[str, dict[str, int]]:
     """What is measured of every page of the book by name; of one not executed, only its source."""
     measured = {}
-    for path in sorted((root / "notebooks").glob("[0-9][0-9]_*.ipynb")):
-        measured[path.stem] = of_source(json.loads(path.read_text()))
-        page = root / "book" / "executed" / path.name
+    for name in registry.pages(root / "notebooks"):
+        source, page = (root / of / f"{name}.ipynb" for of in ("notebooks", "book/executed"))
+        measured[name] = of_source(json.loads(source.read_text()))
         if page.is_file():
-            measured[path.stem] |= of_page(json.loads(page.read_text()))
+            measured[name] |= of_page(json.loads(page.read_text()))
     return measured
 
 
@@ -121,9 +130,11 @@ def table(measured: dict[str, dict[str, int]]) -> str:
     width = max(map(len, measured), default=4)
     rows = [f"{'':{width}}" + "".join(f"{name:>10}" for name in columns)]
     rows.append(f"{'at most':{width}}" + "".join(f"{limit:>9,} " for limit, _ in LIMITS.values()))
-    for page, of in measured.items():
-        cells = [f"{of[key]:,}" if key in of else "" for key in columns]
-        marks = ["*" if of.get(key, 0) > LIMITS.get(key, (10**9,))[0] else " " for key in columns]
+    for page, found in measured.items():
+        limits = of(page)
+        cells = [f"{found[key]:,}" if key in found else "" for key in columns]
+        above = (key in limits and found.get(key, 0) > limits[key][0] for key in columns)
+        marks = ["*" if each else " " for each in above]
         rows.append(
             f"{page:{width}}" + "".join(f"{c:>9}{m}" for c, m in zip(cells, marks, strict=True))
         )

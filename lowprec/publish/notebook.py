@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lowprec import UserError
+from lowprec.evidence.registry import LABORATORY
 from lowprec.evidence.words import CLAIM_MIME, FACTS_MIME, FIGURE_MIME, PROFILES
 from lowprec.publish import facts, form
 from lowprec.records import reads
@@ -169,7 +170,8 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
     with tempfile.TemporaryDirectory() as scratch:
         nb = _run(source, values, Path(scratch), root)
         read = reads.dependencies(Path(scratch) / "reads", root)
-    name = f"forks/{source.stem}" if source.parent.name == "forks" else source.stem
+    folder = source.parent.name
+    name = f"{folder}/{source.stem}" if folder in ("forks", LABORATORY) else source.stem
     nb = as_page(nb, name, profile, time.time() - started, parameters)
     text = nbformat.writes(nb) + "\n"
 

@@ -8,6 +8,7 @@ book/_generated/threat-WORD.md       the claims to doubt for one threat, folded
 book/_generated/figure-NB-NAME.md    one figure, for another page to show
 book/_generated/contents.json        the title of every page
 book/_generated/extra/downloads/     sources and executed notebooks, published as they are
+book/_generated/extra/               addresses that stay (`lowprec.publish.addresses`)
 book/status.md                       page x profile x date x hardware x duration x verdicts
 book/statements.md                   what Qiu & Yao (2025) say, each statement with its word and its
                                      tests, between markers
@@ -28,10 +29,10 @@ from pathlib import Path
 
 from lowprec import UserError
 from lowprec.evidence import claims
-from lowprec.evidence.registry import Claim
+from lowprec.evidence.registry import Claim, pages
 from lowprec.evidence.verdicts import VERDICTS, Result, threat_links
 from lowprec.evidence.words import FIGURE_MIME
-from lowprec.publish import facts, form, statements
+from lowprec.publish import addresses, facts, form, statements
 from lowprec.publish.statements import in_words, verdict_of
 from lowprec.records import files, runs
 
@@ -54,7 +55,7 @@ def write(root: Path) -> list[Path]:
     executed = read_executed(book / "executed")
     results = check_coverage(registry, executed, sources)
     generated = book / "_generated"
-    titles = {name: title(nb) for name, nb in executed.items()}
+    titles = {name: title(executed[name]) for name in in_order(executed, root)}
     texts = {
         generated / "contents.json": contents(root, titles),
         generated / "claims_counts.md": counts(registry, found),
@@ -70,11 +71,12 @@ def write(root: Path) -> list[Path]:
         texts[generated / f"threat-{word.lower()}.md"] = text
     for name, nb in executed.items():
         for figure, markup in figures(nb).items():
-            texts[generated / f"figure-{name}-{figure}.md"] = raw_html(markup)
+            texts[generated / f"figure-{name.replace('/', '-')}-{figure}.md"] = raw_html(markup)
     texts[book / "status.md"] = status(root)
     renew_places(root, executed)
     renew_picture(root, executed)
     texts |= downloads(root, executed)
+    texts |= addresses_of(root, registry)
     if not _same(generated / "contents.json", texts[generated / "contents.json"]):
         shutil.rmtree(book / "_build" / "html", ignore_errors=True)  # it is in all of its pages
     for path in generated.rglob("*"):
@@ -150,7 +152,7 @@ def _same(path: Path, text: str) -> bool:
 
 def read_executed(folder: Path) -> dict[str, dict]:
     """Executed notebooks by name, as parsed JSON."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.ipynb"))}
+    return {name: json.loads((folder / f"{name}.ipynb").read_text()) for name in pages(folder)}
 
 
 def check_coverage(registry, executed, sources: Path) -> dict[str, Result]:
@@ -210,17 +212,25 @@ def claims_list(some: list[Claim], results) -> str:
     return "".join(items)
 
 
-def by_page(registry: dict[str, Claim]) -> dict[str, list[Claim]]:
-    """The claims of each notebook, in the order of the notebooks' names."""
-    names = sorted({claim.page for claim in registry.values()})
-    return {name: [c for c in registry.values() if c.page == name] for name in names}
+def in_order(names, root: Path) -> list[str]:
+    """Pages in the order of the book's contents, then those that are not in there."""
+    files = sum(form.contents(root).values(), [])
+    listed = [file.removeprefix("executed/") for file in files]
+    return [*(name for name in listed if name in names), *(n for n in names if n not in listed)]
+
+
+def by_page(registry: dict[str, Claim], names) -> dict[str, list[Claim]]:
+    """The claims of each notebook that has some; first those of the names, in their order."""
+    pages = dict.fromkeys([*names, *(claim.page for claim in registry.values())])
+    every = {name: [c for c in registry.values() if c.page == name] for name in pages}
+    return {name: some for name, some in every.items() if some}
 
 
 def doubted(word: str, registry, results, titles) -> str:
     """The claims that name a threat, folded, an item a page: each id, linked to its box."""
     some = {id: claim for id, claim in registry.items() if word in claim.doubts}
     items = [f":::{{dropdown}} Claims doubted for this: {len(some)}\n"]
-    for name, of_page in by_page(some).items():
+    for name, of_page in by_page(some, titles).items():
         linked = (f"[`{c.id}`](#claim-{c.id})" if c.id in results else f"`{c.id}`" for c in of_page)
         items.append(f"- {page_of(name, titles)}: {', '.join(linked)}\n")
     return "".join([*items, ":::\n"])
@@ -249,7 +259,7 @@ def counts(registry: dict[str, Claim], found: dict[str, Result]) -> str:
 def all_claims(registry, results, titles) -> str:
     """A section a page."""
     sections = []
-    for name, some in by_page(registry).items():
+    for name, some in by_page(registry, titles).items():
         head = f"## {titles.get(name, name)}\n\nPage: {page_of(name, titles)}\n\n"
         sections.append(head + claims_list(some, results))
     return "\n".join(sections)
@@ -297,8 +307,9 @@ def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
 
 def _source_link(claim: Claim) -> str:
     """The number of a claim's page, or its name, linked to the notebook."""
-    name = claim.page.rpartition("/")[2]
-    return f"[{f'page {name[:2]}' if name[:2].isdecimal() else name}](notebooks/{claim.page}.ipynb)"
+    number = re.match(r"\d+(?=_)", claim.page)
+    said = f"page {number[0]}" if number else claim.page
+    return f"[{said}](notebooks/{claim.page}.ipynb)"
 
 
 def status(root: Path) -> str:
@@ -350,6 +361,14 @@ def downloads(root: Path, executed) -> dict[Path, str]:
         files[folder / name / "source.ipynb"] = root / "notebooks" / f"{name}.ipynb"
         files[folder / name / "executed.ipynb"] = book / "executed" / f"{name}.ipynb"
     return {path: source.read_text() for path, source in files.items()}
+
+
+def addresses_of(root: Path, registry: dict[str, Claim]) -> dict[Path, str]:
+    """The stubs of old pages and of claims, published as they are."""
+    book, of_claims = root / "book", {claim.id: claim.page for claim in registry.values()}
+    table = addresses.redirects(book, sum(form.contents(root).values(), []))
+    stubs = addresses.stubs(table, of_claims)
+    return {book / "_generated" / "extra" / path: text for path, text in stubs.items()}
 
 
 def main(argv: list[str]) -> None:
