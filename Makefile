@@ -30,7 +30,7 @@ BUILDER := $(wildcard book/*.yml book/*.bib book/_static/*) \
              publish/pages.py publish/statements.py evidence/claims.py evidence/verdicts.py)
 # What else the book is written from. _generated and status.md are made from it.
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md)) README.md data/README.md \
-         $(shell find notebooks -name '*.claims.yml' -o -name '*.lock.json')
+         $(wildcard $(SOURCES:.ipynb=.claims.yml) $(SOURCES:.ipynb=.lock.json))
 
 # Side by side unless you say otherwise with -j: a page needs a core and up to 2.5 GB. Not with
 # `clean`, beside which nothing can be made.

@@ -79,6 +79,19 @@ def test_documents_of_the_book_say_what_the_locks_have(root):
     assert "reading sources... [100%] a" in said and "] b" not in said.partition("reading")[2]
 
 
+def test_a_link_that_broke_in_an_unchanged_document_stops_the_build(root):
+    assert build(root)[0] == 0
+    b = root / "book" / "b.md"
+    b.write_text(f"{B}\nA sentence.\n")
+    status, said, _ = build(root)
+    assert status == 0 and "] a" not in said.partition("writing output")[2], "b alone is written"
+    b.write_text(B.replace("delta-alone", "delta"))
+    status, said, _ = build(root)
+    assert status != 0
+    assert re.search(r"a\.md:\d+: WARNING: .*'claim-delta-alone'", said)
+    assert "] a" not in said.partition("looking for now-outdated")[0], "it was not read again"
+
+
 WRONG = {
     'fact("11_a", "modle")': "the lock of 11_a has no fact modle: did you mean model?",
     'fact("12_b", "model")': "the lock of 12_b has no fact model",

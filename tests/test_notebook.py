@@ -1,5 +1,6 @@
 """Parameters are checked in the kernel; an executed notebook becomes a clean page or nothing."""
 
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from lowprec import UserError
 from lowprec.evidence import words
-from lowprec.publish import notebook
+from lowprec.publish import limits, notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = 'profile: str = "recorded"\nseeds: int = 3\nlr: float = 2e-3\nquick: bool = False'
@@ -304,33 +305,62 @@ def test_papermill_itself_ends_with_the_sentence(tmp_path, words, sentence):
     assert done.stderr.rstrip().splitlines()[-1].startswith(f"lowprec: {sentence}")
 
 
-def test_the_template_runs_and_reaches_a_verdict(tmp_path):
-    source = ROOT / "notebooks" / "_template.ipynb"
-    page = notebook.execute(source, tmp_path / "page.ipynb")
-    about = page.metadata["lowprec"]
-    assert [v["verdict"] for v in about["verdicts"]] == ["supported"]
-    assert about["figures"] and about["seconds"] < 60
-
-
-def forked():
-    """The template with its cells replaced by the blocks of book/fork.md, as that page says."""
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """Copies the template as book/fork.md says, in a repository of which data/ alone is not empty;
+    returns the copied notebook."""
+    for folder in ("notebooks/forks", "book"):
+        (tmp_path / folder).mkdir(parents=True)
+    one = "notebooks/38_where_the_sign_comes_from"
+    for name in ("data", "notebooks/profiles", f"{one}.ipynb", f"{one}.claims.yml",
+                 "book/threats.md", "book/_toc.yml", "notebooks/_template.ipynb",
+                 "notebooks/_template.claims.yml"):  # fmt: skip
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
     page = (ROOT / "book" / "fork.md").read_text()
-    blocks = re.findall(r"^```(?:markdown|python)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    nb = nbformat.read(ROOT / "notebooks" / "_template.ipynb", 4)
-    cells = [cell for cell in nb.cells if cell.id not in ("figure-text", "verdict-text")]
-    for cell, block in zip(cells, blocks, strict=True):
-        cell.source = block.rstrip("\n")
-    return nb
+    copies = re.findall(r"^cp .*$", page, re.MULTILINE)
+    assert len(copies) == 2
+    for copy in copies:
+        subprocess.run(copy.split(), check=True)
+    return tmp_path / "notebooks" / "forks" / "mine.ipynb"
 
 
-def test_the_example_of_the_fork_page_runs_and_reaches_a_verdict(tmp_path):
-    source = tmp_path / "forks" / "normaliser.ipynb"
-    source.parent.mkdir()
-    nbformat.write(forked(), source)
-    one = {"names": "fa2-b-seed4"}
-    page = notebook.execute(source, tmp_path / "page.ipynb", parameters=one)
-    about = page.metadata["lowprec"]
-    assert [v["verdict"] for v in about["verdicts"]] == ["inconclusive"]
-    assert about["figures"] and about["seconds"] < 60
-    assert any("papermill notebooks/forks/normaliser.ipynb" in c.source for c in page.cells)
-    assert "downloads" not in page.cells[1].source
+def verdicts(page):
+    assert page.metadata["lowprec"]["figures"] and page.metadata["lowprec"]["seconds"] < 60
+    return [v["verdict"] for v in page.metadata["lowprec"]["verdicts"]]
+
+
+def test_the_template_runs_and_reaches_a_verdict(tmp_path, fork):
+    source = ROOT / "notebooks" / "_template.ipynb"
+    page = notebook.execute(fork, tmp_path / "page.ipynb")
+    assert verdicts(page) == ["supported", "supported"]
+    assert limits.beyond(limits.of_source(json.loads(source.read_text()))) == []
+    assert limits.beyond(limits.of_page(page)) == []
+    assert "the sum is 49 % too small" in page.cells[0].source
+
+
+CELLS = ("question", "prediction", "parameters", "load", "measure", "figure", "verdict")
+"""The cells that the blocks of book/fork.md replace, in its order."""
+
+
+def test_the_example_of_the_fork_page_runs_and_reaches_a_verdict(tmp_path, fork):
+    page = (ROOT / "book" / "fork.md").read_text()
+    found = re.findall(r"^```(\w+)\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
+    [registered] = [text for kind, text in found if kind == "yaml"]
+    fork.with_suffix(".claims.yml").write_text(registered)
+    blocks = [text for kind, text in found if kind in ("markdown", "python")]
+    nb = nbformat.read(fork, 4)
+    cells = {cell.id: cell for cell in nb.cells}
+    for id, block in zip(CELLS, blocks, strict=True):
+        cells[id].source = block
+    nbformat.write(nb, fork)
+    page = notebook.execute(fork, tmp_path / "page.ipynb", parameters={"names": "fa2-b"})
+    assert verdicts(page) == ["inconclusive", "inconclusive"]
+    assert any("papermill notebooks/forks/mine.ipynb" in c.source for c in page.cells)
+    assert not any("downloads" in c.source or "{" in c.source.partition(":::")[0]
+                   for c in page.cells if c.cell_type == "markdown")  # fmt: skip
+    assert limits.beyond(limits.of_page(page)) == []
+
+
+def test_the_fork_page_keeps_short():
+    assert len((ROOT / "book" / "fork.md").read_text().split()) <= 1400

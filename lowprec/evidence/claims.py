@@ -26,7 +26,15 @@ from pathlib import Path
 from lowprec import UserError
 from lowprec.evidence import registration
 from lowprec.evidence.locks import alike, lock_path, read_lock, rounded, write_lock
-from lowprec.evidence.registry import Claim, load, pages, pages_folder, pages_named, parse
+from lowprec.evidence.registry import (
+    Claim,
+    load,
+    of_forks,
+    pages,
+    pages_folder,
+    pages_named,
+    parse,
+)
 from lowprec.evidence.verdicts import Measured, Result
 from lowprec.evidence.words import minus, number
 from lowprec.records import reads
@@ -83,11 +91,15 @@ def _display(results) -> None:
 
 
 def _named(id: str, registry: dict[str, Claim], folder: Path | None) -> Claim:
+    """The claim of this id: of the book, or else of a fork."""
+    if id not in registry:
+        registry = registry | of_forks(folder)
     if id not in registry:
         close = difflib.get_close_matches(id, registry, n=1)
         hint = f": did you mean {close[0]!r}?" if close else " beside a notebook"
         raise UserError(f"there is no claim {id!r}{hint}")
-    reads.note(Path(folder or pages_folder()) / f"{registry[id].page}.claims.yml")
+    if page := registry[id].page:
+        reads.note(Path(folder or pages_folder()) / f"{page}.claims.yml")
     return registry[id]
 
 
@@ -256,7 +268,7 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
     page: its name below notebooks/; a claim of the book is checked on its own page, or in a fork.
     """
     folder = Path(folder or pages_folder())
-    of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith("forks/")
+    of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith(("forks/", "_"))
     for result in map(Result.from_dict, verdicts):
         if not result.registered:
             continue

@@ -35,6 +35,7 @@ WEIGHTS = ("key", "support", "check")
 HEADLINES = range(1, 11)
 LABORATORY = "laboratory"
 """The folder of the pages with what a main page leaves out."""
+TEMPLATE = "_template.claims.yml"
 
 
 @dataclass(frozen=True)
@@ -184,14 +185,30 @@ def load(folder: Path | None = None) -> dict[str, Claim]:
     """
     folder = Path(folder or pages_folder())
     files = [path for path in sorted(folder.rglob("*.claims.yml"))
-             if path.relative_to(folder).parts[0] != "forks"]  # fmt: skip
+             if path.relative_to(folder).parts[0] not in ("forks", TEMPLATE)]  # fmt: skip
     if not files:
         raise UserError(f"there are no claims in {folder}; restore them from git")
-    files.sort(key=lambda path: (len(path.parts), path))
-    threats = folder.parent / "book" / "threats.md"
+    return _joined(sorted(files, key=lambda path: (len(path.parts), path)), folder)
+
+
+def of_forks(folder: Path | None = None) -> dict[str, Claim]:
+    """The claims beside forks and those of the template, by id; none of them is the book's, so
+    `page` is empty. A copy of the template has its ids too, and comes before it.
+
+    Raises `UserError` as `load` does.
+    """
+    folder = Path(folder or pages_folder())
+    files = [folder / TEMPLATE] if (folder / TEMPLATE).is_file() else []
+    found = _joined(files, folder) | _joined(sorted(folder.glob("forks/**/*.claims.yml")), folder)
+    return {id: dataclasses.replace(claim, page="") for id, claim in found.items()}
+
+
+def _joined(files: list[Path], folder: Path) -> dict[str, Claim]:
+    """The claims of some files by id; none stands twice."""
+    threats = _words_of(folder.parent / "book" / "threats.md")
     claims: dict[str, Claim] = {}
     for path in files:
-        for claim in _read(path, path.stat().st_mtime_ns, folder, _words_of(threats)):
+        for claim in _read(path, path.stat().st_mtime_ns, folder, threats):
             if claim.id in claims:
                 other = claims[claim.id].page
                 raise UserError(f"claim {claim.id} stands twice, in {other} and {claim.page}: "

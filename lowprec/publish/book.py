@@ -1,4 +1,5 @@
-"""The book's Sphinx extension: results in documents by name, and titles for folded outputs.
+"""The book's Sphinx extension: results in documents by name, titles for folded outputs, and links
+that are resolved anew when what they lead to has changed.
 
 `{{ fact("11_the_explosion", "low") }}` and `{{ claim("explosion-low-happens").count }}` in a page
 of book/ say what the locks of the notebooks have; `{{ count("explosion-low-happens") }}` is that
@@ -61,6 +62,19 @@ def _depend(context, page: str) -> None:
     context["env"].note_dependency(str(pages_folder() / f"{page}.lock.json"))
 
 
+def _targets(app, env) -> list[str]:
+    """Write all documents again when something that they may link to is gone or elsewhere.
+
+    Sphinx resolves links as it writes, and by itself writes only what was read again, so a link in
+    another document would break unseen.
+    """
+    then, now = getattr(env, "lowprec_targets", set()), set()
+    for domain in env.domains.values():
+        now |= {tuple(map(str, target)) for target in domain.get_objects()}
+    env.lowprec_targets = now
+    return [] if then <= now else sorted(env.found_docs)
+
+
 def _names(app) -> None:
     config = app.env.myst_config  # a copy: Sphinx warns of functions in its own configuration
     config.substitutions = {**config.substitutions, **NAMES}
@@ -89,5 +103,6 @@ class TitleFolds(SphinxPostTransform):
 def setup(app) -> dict:
     app.connect("builder-inited", _names, priority=600)  # after MyST has read its configuration
     app.connect("config-inited", _say_who)
+    app.connect("env-updated", _targets)
     app.add_post_transform(TitleFolds)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
