@@ -26,7 +26,14 @@ from pathlib import Path
 from lowprec import UserError
 from lowprec.evidence import registration
 from lowprec.evidence.locks import alike, lock_path, read_lock, rounded, write_lock
-from lowprec.evidence.registry import Claim, load, of_forks, pages_folder, parse
+from lowprec.evidence.registry import (
+    Claim,
+    load,
+    of_forks,
+    pages_folder,
+    parse,
+    refuse_shadowed,
+)
 from lowprec.evidence.verdicts import Measured, Result
 from lowprec.evidence.words import minus, number
 from lowprec.records import reads
@@ -261,6 +268,8 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
     """
     folder = Path(folder or pages_folder())
     of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith(("forks/", "_"))
+    if page.startswith("forks/"):
+        refuse_shadowed(page, folder)
     for result in map(Result.from_dict, verdicts):
         if not result.registered:
             continue
