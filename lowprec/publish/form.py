@@ -45,9 +45,17 @@ def arrange(nb, about: dict, rerun: str, root: Path | None) -> None:
             _fold_markdown(cell, fold) if cell.cell_type == "markdown" else _fold_outputs(cell)
     if of_book:
         _show_claims(nb)
+        _leave_out_silent(nb)
     if root is not None:
         nb.cells[0].source = with_place(nb, about, root)
     nb.cells.append(_folded("Rerun, machine, files", rerun, "rerun", fold))
+
+
+def _leave_out_silent(nb) -> None:
+    """Code that shows nothing, such as the set-up, is left to the notebook that can be downloaded."""
+    for cell in nb.cells:
+        if cell.cell_type == "code" and not cell.outputs:
+            cell.metadata["tags"] = [*cell.metadata.get("tags", []), "remove-cell"]
 
 
 def _move_lead(nb) -> None:
