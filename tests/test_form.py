@@ -177,7 +177,10 @@ def test_a_fork_has_nothing_that_only_the_book_renders():
     cells = cell("judge()", verdict("a", page="")), text("**Small < print**\nBody", "fold")
     page = page_of(*cells, name="forks/mine")
     [output] = page.cells[1].outputs
-    assert output.data["text/markdown"].startswith("**Supported.** No a.")
+    head, judged = output.data["text/markdown"].split("\n\n", 1)
+    assert head == "**Supported: 0 of 8 runs.** No a."
+    assert judged.startswith("<details><summary>How it was judged</summary>\n\nMeasured: ")
+    assert "{" not in judged and form.unfolded(judged).strip() == ""
     assert page.cells[2].source == (
         "<details><summary>Small &lt; print</summary>\n\nBody\n\n</details>"
     )
