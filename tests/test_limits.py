@@ -12,9 +12,16 @@ from lowprec.publish import form, limits
 
 ROOT = Path(__file__).resolve().parent.parent
 CONVERTED = [
-    "10_my_run_exploded", "11_the_explosion", "23_delta_carries_it", "31_the_gradient_error",
-    "32_a_common_direction", "38_where_the_sign_comes_from", "48_not_only_delta",
-]  # fmt: skip
+    "10_my_run_exploded",
+    "11_the_explosion",
+    "23_delta_carries_it",
+    "25_a_larger_model",
+    "31_the_gradient_error",
+    "32_a_common_direction",
+    "38_where_the_sign_comes_from",
+    "45_is_my_model_affected",
+    "48_not_only_delta",
+]
 """Pages in the new form that are held to the limits."""
 
 
