@@ -186,15 +186,15 @@ def output_error(s: Specimen, keys=None, policy=None) -> float:
     return ((o.double() - exact).norm() / exact.norm()).item()
 
 
-def gradient_error(s: Specimen, keys=None, **change) -> float:
+def gradient_error(head: Specimen, keys=None, **change) -> float:
     """Relative error of W_Q's gradient from rounded q and keys, δ from the rounded output unless
     `change`, fields of the policy, says otherwise."""
-    v, do, x = (s.capture.tensors[name] for name in ("v", "do", "x"))
-    policy = s.capture.policy.replace(**{"delta_from": "o"} | change)
-    q, keys = s.q.bfloat16(), (s.k if keys is None else keys).bfloat16()
-    t = emulate(q, keys, v, policy, do=do, scale=s.capture.scale)
+    v, do, x = (head.capture.tensors[name] for name in ("v", "do", "x"))
+    policy = head.capture.policy.replace(**{"delta_from": "o"} | change)
+    q, keys = head.q.bfloat16(), (head.k if keys is None else keys).bfloat16()
+    t = emulate(q, keys, v, policy, do=do, scale=head.capture.scale)
     mine = t.dq[0, 0].double().mT @ x[0].double()
-    return ((mine - s.gradient).norm() / s.gradient.norm()).item()
+    return ((mine - head.gradient).norm() / head.gradient.norm()).item()
 
 
 def sweep(s: Specimen, shifts, noise) -> pd.DataFrame:
