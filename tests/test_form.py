@@ -160,10 +160,23 @@ def test_the_other_claims_are_one_fold_at_the_end():
     assert [v["claim"]["id"] for v in page.metadata["lowprec"]["verdicts"]] == ["a", "b", "c", "d"]
 
 
-def test_a_hypothesis_of_a_fork_is_a_box_without_a_target():
-    page = page_of(cell("judge()", verdict("a", page="")), name="forks/mine")
+def test_a_hypothesis_without_a_page_is_a_box_without_a_target():
+    page = page_of(cell("judge()", verdict("a", page="")))
     box = page.cells[1].outputs[0].data["text/markdown"]
     assert box.startswith("::::{admonition} Supported: 0 of 8 runs\n:class: tip\n\nNo a.")
+
+
+def test_a_fork_has_nothing_that_only_the_book_renders():
+    cells = cell("judge()", verdict("a", page="")), text("**Small < print**\nBody", "fold")
+    page = page_of(*cells, name="forks/mine")
+    [output] = page.cells[1].outputs
+    assert output.data["text/markdown"].startswith("**Supported.** No a.")
+    assert page.cells[2].source == (
+        "<details><summary>Small &lt; print</summary>\n\nBody\n\n</details>"
+    )
+    assert page.cells[-1].source.startswith("<details><summary>Rerun, machine, files</summary>")
+    assert not any(":::" in each.source for each in page.cells)
+    assert form.unfolded(page.cells[-1].source).strip() == ""
 
 
 def test_with_parameters_of_ones_own_verdicts_stay_where_they_are():

@@ -264,6 +264,21 @@ def test_a_change_executes_the_pages_that_read_it(book, changed, pages):
 
 
 @needs_make
+@pytest.mark.parametrize(
+    "changed, builds",
+    [("11_a.lock.json", True), ("laboratory/12_c.lock.json", True), ("forks/a.claims.yml", False)],
+)
+def test_a_lock_builds_the_book_again_and_a_fork_does_not(book, changed, builds):
+    with unchanged(book):
+        file = book / "notebooks" / changed
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        assert ("jupyter-book build" in make(book, "-n", "book")) == builds
+        if not builds:
+            shutil.rmtree(file.parent)
+
+
+@needs_make
 def test_a_run_more_executes_the_page_that_lists_its_campaign(book):
     with unchanged(book):
         more = book / "data" / "runs" / "mini" / "low-seed2"

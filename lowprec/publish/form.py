@@ -3,6 +3,8 @@
 A page whose first cell has a line `**Question.**` is in this form. Its author writes sections and
 tags cells; where the figure, the verdicts and the small print go is decided here. Tags: `lead`, the
 cell whose figure stands under the answer; `fold`, a cell shown under its first line when clicked.
+The book renders MyST; a fork, and a page with parameters of its own, are read in JupyterLab, which
+shows a directive as it is typed. So they fold with HTML, and their verdicts are plain Markdown.
 """
 
 from __future__ import annotations
@@ -33,16 +35,19 @@ def arrange(nb, about: dict, rerun: str, root: Path | None) -> None:
     """Lay out an executed notebook in place: the lead figure, folds, verdicts, place and rerun.
 
     rerun: what the last fold says. root: of the book that the page belongs to; None for one with
-    parameters of its own, whose verdicts stay where they are and which has no place.
+    parameters of its own, which has no place.
     """
+    of_book = root is not None and not about["notebook"].startswith("forks/")
+    fold = dropdown if of_book else details
     _move_lead(nb)
     for cell in nb.cells:
         if "fold" in cell.metadata.get("tags", []):
-            (_fold_markdown if cell.cell_type == "markdown" else _fold_outputs)(cell)
-    if root is not None:
+            _fold_markdown(cell, fold) if cell.cell_type == "markdown" else _fold_outputs(cell)
+    if of_book:
         _show_claims(nb)
+    if root is not None:
         nb.cells[0].source = with_place(nb, about, root)
-    nb.cells.append(_folded("Rerun, machine, files", rerun, "rerun"))
+    nb.cells.append(_folded("Rerun, machine, files", rerun, "rerun", fold))
 
 
 def _move_lead(nb) -> None:
@@ -65,10 +70,15 @@ def dropdown(title: str, text: str) -> str:
     return directive("dropdown", title, text)
 
 
-def _folded(title: str, text: str, id: str):
+def details(title: str, text: str) -> str:
+    """The same in HTML; the empty lines make what is inside Markdown again."""
+    return f"<details><summary>{html.escape(title)}</summary>\n\n{text.strip()}\n\n</details>"
+
+
+def _folded(title: str, text: str, id: str, fold=dropdown):
     from nbformat.v4 import new_markdown_cell
 
-    return new_markdown_cell(dropdown(title, text), id=id, metadata={"tags": [id]})
+    return new_markdown_cell(fold(title, text), id=id, metadata={"tags": [id]})
 
 
 def title_of(line: str) -> str:
@@ -76,9 +86,9 @@ def title_of(line: str) -> str:
     return line.strip().strip("#*").strip()
 
 
-def _fold_markdown(cell) -> None:
+def _fold_markdown(cell, fold) -> None:
     first, _, rest = cell.source.strip().partition("\n")
-    cell.source = dropdown(title_of(first), rest)
+    cell.source = fold(title_of(first), rest)
 
 
 def _fold_outputs(cell) -> None:
@@ -93,7 +103,8 @@ def _fold_outputs(cell) -> None:
 
 
 def _show_claims(nb) -> None:
-    """A box for a claim of weight `key`, and for a hypothesis of a fork; the others in one fold."""
+    """A box for a claim of weight `key`, and for a hypothesis in no claims file; the others in one
+    fold."""
     from lowprec.evidence.verdicts import Result
 
     rest = []
@@ -243,7 +254,9 @@ def visible(nb) -> list[str]:
     return texts
 
 
-FOLD = re.compile(r"^(:{3,})\{dropdown\}.*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+FOLD = re.compile(
+    r"^(:{3,})\{dropdown\}.*?^\1[ \t]*$|^<details>.*?^</details>$", re.MULTILINE | re.DOTALL
+)
 
 
 def unfolded(text: str) -> str:
