@@ -21,6 +21,7 @@ from lowprec.evidence.claims import Measured
 from lowprec.evidence.heads import HEAD, summed, take_offs
 from lowprec.evidence.survival import holm
 from lowprec.records.runs import Run, load_runs
+from lowprec.studies.common import coherence
 from lowprec.studies.twins import beside
 
 PAIRS = ("fa2-a", "fa2-b", "low-c")
@@ -58,11 +59,8 @@ class Window:
     def kept(self) -> pd.DataFrame:
         """What is left in the sum over steps, by (layer, head): number, |Σb|/Σ|b| of the signed sum
         b of a step, and matrix, ‖Σe‖/Σ‖e‖ of the error e of W_Q's gradient."""
-        errors = self.errors.groupby(HEAD)
-        matrix = errors.sum_norm.last() / errors.error_norm.sum()
-        return pd.DataFrame(
-            dict(number=self.bias.sum().abs() / self.bias.abs().sum(), matrix=matrix)
-        )
+        number = self.bias.sum().abs() / self.bias.abs().sum()
+        return pd.DataFrame(dict(number=number, matrix=coherence(self.errors)))
 
     def rows_needed(self) -> float:
         """Rows in which a bias of 1 % of the mean |ε| is two standard errors, from the scatter of

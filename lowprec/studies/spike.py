@@ -23,6 +23,7 @@ from lowprec.attention.reference import emulate, oracle
 from lowprec.diagnose import scores
 from lowprec.evidence.heads import end_of, norms, take_offs
 from lowprec.numerics.formats import BF16, round_to
+from lowprec.studies.common import of_head
 from lowprec.training.capture import Capture
 from lowprec.training.probes import sketched_sum, spectral_norms
 
@@ -75,9 +76,7 @@ def _unit(config: dict) -> float:
 def course(window) -> pd.DataFrame:
     """The rows of the failing head in the query_error.parquet of a `signs.Window`, by step."""
     table = pd.read_parquet(window.run.path / "query_error.parquet")
-    layer, head = window.head
-    chosen = (table["layer"] == layer) & (table["head"] == head)
-    return table[chosen].set_index("step", drop=False)
+    return of_head(table, *window.head).set_index("step", drop=False)
 
 
 def adam_steps(run, errors: pd.DataFrame) -> pd.DataFrame:
