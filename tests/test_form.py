@@ -59,6 +59,13 @@ def test_the_lead_figure_is_moved_under_the_answer():
     assert len(shown) == 1 and 'id="figure-x"' in shown[0].data["text/html"]
 
 
+def test_code_that_shows_nothing_is_in_the_notebook_alone():
+    some = [cell("seed = 3", tags=["parameters"]), cell("draw()", figure())]
+    silent = {name: ["remove-cell" in c.metadata.get("tags", []) for c in page_of(*some, name=name).cells]
+              for name in ("11_the_explosion", "forks/mine")}  # fmt: skip
+    assert silent["11_the_explosion"][1:3] == [True, False] and not any(silent["forks/mine"])
+
+
 def test_the_line_of_place_says_where_how_long_and_offers_the_files():
     page = page_of(text("word " * 1000))
     title, place, question = page.cells[0].source.split("\n\n")[:3]
@@ -170,7 +177,10 @@ def test_a_fork_has_nothing_that_only_the_book_renders():
     cells = cell("judge()", verdict("a", page="")), text("**Small < print**\nBody", "fold")
     page = page_of(*cells, name="forks/mine")
     [output] = page.cells[1].outputs
-    assert output.data["text/markdown"].startswith("**Supported.** No a.")
+    head, judged = output.data["text/markdown"].split("\n\n", 1)
+    assert head == "**Supported: 0 of 8 runs.** No a."
+    assert judged.startswith("<details><summary>How it was judged</summary>\n\nMeasured: ")
+    assert "{" not in judged and form.unfolded(judged).strip() == ""
     assert page.cells[2].source == (
         "<details><summary>Small &lt; print</summary>\n\nBody\n\n</details>"
     )

@@ -4,7 +4,7 @@ A page whose first cell has a line `**Question.**` is in this form. Its author w
 tags cells; where the figure, the verdicts and the small print go is decided here. Tags: `lead`, the
 cell whose figure stands under the answer; `fold`, a cell shown under its first line when clicked.
 The book renders MyST; a fork, and a page with parameters of its own, are read in JupyterLab, which
-shows a directive as it is typed. So they fold with HTML, and their verdicts are plain Markdown.
+shows a directive as it is typed. So they fold with HTML, and their verdicts have no boxes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,19 @@ def arrange(nb, about: dict, rerun: str, root: Path | None) -> None:
             _fold_markdown(cell, fold) if cell.cell_type == "markdown" else _fold_outputs(cell)
     if of_book:
         _show_claims(nb)
+        _leave_out_silent(nb)
+    elif root is not None:
+        _show_in_place(nb)
     if root is not None:
         nb.cells[0].source = with_place(nb, about, root)
     nb.cells.append(_folded("Rerun, machine, files", rerun, "rerun", fold))
+
+
+def _leave_out_silent(nb) -> None:
+    """Code that shows nothing, such as the set-up, is left to the notebook that can be downloaded."""
+    for cell in nb.cells:
+        if cell.cell_type == "code" and not cell.outputs:
+            cell.metadata["tags"] = [*cell.metadata.get("tags", []), "remove-cell"]
 
 
 def _move_lead(nb) -> None:
@@ -126,6 +136,18 @@ def _show_claims(nb) -> None:
         listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
         title = f"{len(rest)} more claim{'s' * (len(rest) > 1)} of this page: {listed}"
         nb.cells.append(_folded(title, "\n".join(map(line, rest)), "more-claims"))
+
+
+def _show_in_place(nb) -> None:
+    """Every verdict of a fork where it was made; how it was judged unfolds."""
+    from lowprec.evidence.verdicts import Result
+
+    for output in (o for cell in nb.cells for o in cell.get("outputs", [])):
+        if record := output.get("data", {}).get(CLAIM_MIME):
+            result = Result.from_dict(record)
+            judged = details("How it was judged", result.markdown().partition("\n\n")[2])
+            head = f"**{result.verdict.capitalize()}: {found(result)}.**"
+            output.data["text/markdown"] = f"{head} {result.claim.sentence}\n\n{judged}\n"
 
 
 def found(result) -> str:
