@@ -77,3 +77,29 @@ def test_without_a_gpu_it_says_so():
         pytest.skip("there is a GPU")
     with pytest.raises(UserError, match="needs an NVIDIA GPU"):
         need_gpu()
+
+
+def made_record(**steps):
+    """A record of attention with FA2 and a changed policy, and of training steps."""
+    cases = [vars(Case(policy=p)) | dict(forward_ms=1.0, backward_ms=x, peak_mib=100 * x)
+             for p, x in (("FA2", 1.0), ("FA2+row_sum=removed", 2.0))]  # fmt: skip
+    cases.insert(0, vars(Case(seqlen=512)) | dict(forward_ms=9.0, backward_ms=9.0, peak_mib=9.0))
+    rows = [dict(policy=p, impl="triton", tokens_per_second=x, peak_mib=50.0)
+            for p, x in ({"FA2": 1000.0} | steps).items()]  # fmt: skip
+    return dict(cases=cases, training=rows)
+
+
+def test_a_policy_is_set_beside_another_as_far_as_a_record_has_it():
+    removed = "FA2+row_sum=removed"
+    found = benchmark.relative(made_record(**{removed: 990.0}), removed)
+    assert found == {"time": 1.5, "memory": 2.0, "step speed": 0.99, "step memory": 1.0}
+    assert list(benchmark.relative(made_record(), removed)) == ["time", "memory"]
+    assert benchmark.relative(made_record(), "LOW") == benchmark.relative({}, removed) == {}
+
+
+def test_the_newest_record_with_a_policy_is_found(monkeypatch):
+    some, other = made_record(LOW=900.0), made_record(PAPER=800.0)
+    records = {"2026-01-01-a": made_record(LOW=1.0), "2026-01-02-a": some, "2026-01-03-a": other}
+    monkeypatch.setattr(benchmark, "recorded", lambda: records)
+    assert benchmark.newest_with("LOW", "FA2") is some
+    assert benchmark.newest_with("PAPER") is other and benchmark.newest_with("RELEASED") == {}
