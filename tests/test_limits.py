@@ -13,7 +13,7 @@ from lowprec.publish import form, limits
 ROOT = Path(__file__).resolve().parent.parent
 CONVERTED = [
     "10_my_run_exploded", "11_the_explosion", "23_delta_carries_it", "38_where_the_sign_comes_from",
-    "48_not_only_delta",
+    "48_not_only_delta", "49_a_fix_at_the_root",
 ]  # fmt: skip
 """Pages in the new form that are held to the limits."""
 
