@@ -161,12 +161,22 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
     }[policy.delta_from]
     delta = delta + abs(policy.delta_bias) * (of["delta_o"] + of["delta_ref"])
     of["delta"] = delta
-    gap = (t.dp - t.delta[..., None]).abs()
-    of_gap = of_dp + delta[..., None] + 4 * U * (t.dp.abs() + t.delta[..., None].abs())
-    of_ds = of_p * gap + (p + of_p) * of_gap + 2 * U * p * gap
-    noise_ds, noise_p = of_ds, of_p
-    of_ds = of_ds + moved("ds", t.ds.abs() + of_ds)
-    of_p = of_p + moved("p_bwd", p + of_p)
+
+    def before_ds(delta, of_delta):
+        """Of P * (dP - delta), before it is rounded."""
+        delta, of_delta = delta[..., None], of_delta[..., None]
+        gap = (t.dp - delta).abs()
+        of_gap = of_dp + of_delta + 4 * U * (t.dp.abs() + delta.abs())
+        return of_p * gap + (p + of_p) * of_gap + 2 * U * p * gap
+
+    noise_ds = noise_ds_dk = before_ds(t.delta, delta)
+    of_ds = of_ds_dk = noise_ds + moved("ds", t.ds.abs() + noise_ds)
+    of_sum = of_ds.sum(-1) + sum_noise(k.shape[2]) * t.ds.abs().sum(-1)
+    if policy.row_sum == "refined":
+        refined = t.delta + t.row_sum
+        noise_ds_dk = before_ds(refined, delta + of_sum + 2 * U * refined.abs())
+        of_ds_dk = noise_ds_dk + moved("ds", t.ds_dk.abs() + noise_ds_dk)
+    noise_p, of_p = of_p, of_p + moved("p_bwd", p + of_p)
 
     def product(field, left, of_left, right, result, factor):
         group = q.shape[1] // result.shape[1]
@@ -177,17 +187,19 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
         return bound + (step(dtype, result.abs() + bound) if flips else 0.0)
 
     of["dq"] = product("dq_acc", t.ds, of_ds, k, t.dq, scale)
+    taken = (of_sum + sum_noise(k.shape[2]) * t.row_sum.abs())[..., None]
     if policy.row_sum == "removed":
-        sizes = t.ds.abs().sum(-1)
-        of_sum = of_ds.sum(-1) + sum_noise(k.shape[2]) * sizes
-        taken = of_sum + sum_noise(k.shape[2]) * t.row_sum.abs()
-        of["dq"] = of["dq"] + scale * taken[..., None] * k.mean(2, keepdim=True)
-    of["dk"] = product("dkdv_acc", t.ds.mT, of_ds.mT, q, t.dk, scale)
+        of["dq"] = of["dq"] + scale * taken * k.mean(2, keepdim=True)
+    elif policy.row_sum == "refined":
+        of_pk = of_p @ k
+        of_product = taken * (t.p_bwd @ k + of_pk) + t.row_sum.abs()[..., None] * of_pk
+        of["dq"] = of["dq"] + scale * of_product
+    of["dk"] = product("dkdv_acc", t.ds_dk.mT, of_ds_dk.mT, q, t.dk, scale)
     of["dv"] = product("dkdv_acc", t.p_bwd.mT, of_p.mT, do, t.dv, 1.0)
     if not flips:
         of["reached"] = dict(
             dq=reached(policy.ds, t.ds, noise_ds, scale * k, of["dq"]),
-            dk=reached(policy.ds, t.ds.mT, noise_ds.mT, scale * q, of["dk"]),
+            dk=reached(policy.ds, t.ds_dk.mT, noise_ds_dk.mT, scale * q, of["dk"]),
             dv=reached(policy.p_bwd, t.p_bwd.mT, noise_p.mT, do, of["dv"]),
         )
     return of

@@ -172,6 +172,18 @@ def test_exact_attention_has_no_error(hub):
     assert table.o_bias.abs().max() < 1e-3
 
 
+def test_a_refined_delta_shows_in_the_whole_error_alone(hub):
+    """`share` is what a stored output does to a delta that reads it. In the last layer dO is the
+    same under both policies."""
+    rounded, refined = (
+        affected.probe(small(hub, "gpt2"), policy=policy, length=64).set_index(["layer", "head"])
+        for policy in (FA2, "FA2+row_sum=refined")
+    )
+    last = rounded.index.get_level_values("layer").max()
+    assert refined.share.loc[last].equals(rounded.share.loc[last])
+    assert (refined.share_all.loc[last] < rounded.share_all.loc[last]).all()
+
+
 def test_the_command(hub, tmp_path, capsys):
     small(hub, "llama").config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

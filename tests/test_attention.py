@@ -81,10 +81,9 @@ def test_the_output_of_pytorch_with_our_backward():
     for got, wanted in zip(apart[1:], run(inputs, saved, impl="triton")[1:], strict=True):
         assert torch.equal(got, wanted)
     assert torch.equal(half[3], ours[3])
-    mended = [
-        run(inputs, saved.replace(row_sum="removed"), impl=i) for i in ("sdpa_forward", "triton")
-    ]
-    assert torch.equal(mended[0][1], mended[1][1]) and not torch.equal(mended[0][1], apart[1])
+    for x in ("removed", "refined"):
+        mended = [run(inputs, saved.replace(row_sum=x), impl=i) for i in ("sdpa_forward", "triton")]
+        assert torch.equal(mended[0][1], mended[1][1]) and not torch.equal(mended[0][1], apart[1])
     t = emulate(q, k, v, FA2, do=do)
     eps = (do.float() * (theirs[0].float() - t.o_fp32)).sum(-1)
     torch.testing.assert_close(probe.grad[:, 0], eps.sum((0, 2)), rtol=1e-2, atol=1e-3)
@@ -156,6 +155,11 @@ def test_stochastic_backward_regenerates_the_forward():
         (dict(policy=LOW, impl="sdpa_forward"), "FA2"),
         (dict(policy="FA2+delta_from=o_fp32", impl="sdpa_backward"), "o_redrawn"),
         (dict(policy="FA2+row_sum=removed", impl="sdpa_backward"), "but for delta_from, and"),
+        (dict(policy="FA2+row_sum=refined", impl="sdpa_backward"), "but for delta_from, and"),
+        (
+            dict(policy="FA2+row_sum=refined", impl="sdpa"),
+            "roundings cannot be set; use policy=FA2",
+        ),
         (dict(policy=LOW, impl="cudnn"), "cudnn"),
         (dict(policy=LOW.replace(x="e4m3fn"), impl="triton"), "x=e4m3fn"),
         (dict(policy=LOW, impl="triton", tile=48), "tile=48"),
@@ -240,6 +244,7 @@ def test_auto():
         (LOW.replace(delta_from="o_fp32"), "triton"),
         (FA2, "triton"),
         (FA2.replace(row_sum="removed"), "triton"),
+        (FA2.replace(row_sum="refined"), "triton"),
         (FA2, "sdpa_forward"),
         (FA2.replace(delta_from="o_redrawn"), "sdpa_backward"),
     ],

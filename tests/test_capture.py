@@ -142,6 +142,9 @@ def test_another_policy_is_a_counterfactual_and_the_wrong_one_is_seen(tmp_path):
     assert other.reproduced is None and other.policy != file.policy
     assert torch.equal(plain.o, other.o) and not torch.equal(plain.dq, other.dq)
     assert file.replay(impl="oracle").reproduced is None
+    refined = file.replay("LOW+row_sum=refined")
+    assert torch.equal(plain.o, refined.o) and torch.equal(plain.dv, refined.dv)
+    assert not torch.equal(plain.dq, refined.dq) and not torch.equal(plain.dk, refined.dk)
     for wrong in ("FA2", "LOW+s=fp32", "LOW+p=fp32", "LOW+l=fp32"):
         policy = PrecisionPolicy.parse(wrong)
         fields = {name: str(getattr(policy, name)) for name in file.meta["policy"]}
@@ -178,7 +181,10 @@ def test_a_single_wrong_element_is_seen(tmp_path):
     assert t.reproduced is False and t.max_ulp == float("inf")
 
 
-@pytest.mark.parametrize("policy,tile", [("LOW", None), ("RELEASED", 16), ("FA2", None)])
+@pytest.mark.parametrize(
+    "policy,tile",
+    [("LOW", None), ("RELEASED", 16), ("FA2", None), ("FA2+row_sum=refined", None)],
+)
 def test_another_implementation_reproduces(tmp_path, monkeypatch, policy, tile):
     pytest.importorskip("triton")
     from lowprec.attention.kernels import launch

@@ -51,6 +51,11 @@ def test_the_error_that_is_read_is_not_the_one_that_o_has(table):
     assert (table.loc["FA2"].read == table.loc["FA2"].eps).all()
 
 
+def test_o_alone_moves_rows_by_its_error_of_delta_and_nothing_else_does(table):
+    assert (table.loc["o"].rest < 1e-2 * table.loc["o"].eps).all()
+    assert (table.loc["FA2"].rest > 0.1 * table.loc["FA2"].eps).all()
+
+
 def test_a_row_sums_to_minus_the_error_of_delta():
     q, k, v, do = family("normal", (1, 1, 64, 64))
     t = emulate(q, k, v, ALL_FP32.replace(o="bf16"), do=do)

@@ -38,10 +38,11 @@ def test_views_that_are_not_contiguous(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_without_the_row_sum_a_call_repeats_bit_by_bit(device):
+@pytest.mark.parametrize("row_sum", ["removed", "refined"])
+def test_without_the_row_sum_a_call_repeats_bit_by_bit(row_sum, device):
     """Sums over keys, of ds and of the keys themselves, have one order."""
     inputs = family("tied", (1, 2, 300 if device == "cuda" else 100, 64), device=device)
-    first, *others = (run(*inputs, FA2.replace(row_sum="removed")) for _ in range(3))
+    first, *others = (run(*inputs, FA2.replace(row_sum=row_sum)) for _ in range(3))
     assert [different(first, other) for other in others] == [[], []]
 
 
@@ -58,12 +59,13 @@ def test_the_parts_of_the_mean_key_add_up_to_it(device, n):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_taking_out_the_row_sum_of_the_largest_keys_stays_finite(device):
-    """A sum of these keys overflows; their mean does not."""
+@pytest.mark.parametrize("row_sum", ["removed", "refined"])
+def test_taking_out_the_row_sum_of_the_largest_keys_stays_finite(row_sum, device):
+    """A sum of these keys overflows; their mean does not, weighted or not."""
     q, k, v, do = family("normal", (1, 1, 64, 32), device=device)
     k = (k.sign() * 2.0**127).bfloat16()
     q, do = (x * 2.0**-126 for x in (q, do))
-    policy = FA2.replace(row_sum="removed")
+    policy = FA2.replace(row_sum=row_sum)
     for dq in (run(q, k, v, do, policy).dq, emulate(q, k.abs(), v, policy, do=do).dq):
         assert dq.isfinite().all()
 

@@ -191,7 +191,8 @@ PRESETS = [
     ("PAPER+shift=beta(beta=7)", None), ("LOW+shift=mute(amplitude=23.7)+l_floor=1e-10", None),
     *((f"LOW+delta_from={source}", None) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
     ("FA2+delta_from=o_fp32+delta_bias=0.02", None), ("RELEASED+delta_from=o_fp32", 512),
-    ("FA2+row_sum=removed", None), ("RELEASED+row_sum=removed", 512),
+    *((f"FA2+row_sum={x}", None) for x in ("removed", "refined")),
+    *((f"RELEASED+row_sum={x}", 512) for x in ("removed", "refined")),
 ]  # fmt: skip
 NATIVE = [
     pytest.param("FA2", None, 64, dict(probe=False), id="FA2-64-without-probe"),
@@ -206,11 +207,15 @@ NATIVE = [
         for policy, tile, how in [
             ("ALL_FP32", None, dict(n=200, dtype="float32")),
             ("ALL_FP32+row_sum=removed", None, dict(n=200, dtype="float32")),
+            ("ALL_FP32+row_sum=refined", None, dict(n=200, dtype="float32")),
             ("FA2+ds=fp16+row_sum=removed", None, dict(dtype="float16")),
+            ("FA2+ds=fp16+row_sum=refined", None, dict(dtype="float16")),
+            ("ALL_FP32+p=e8m6+row_sum=refined", None, {}),
             ("LOW", 128, dict(dtype="float16")),
             ("RELEASED", 64, dict(n=200)),
             ("LOW", None, dict(scale=0.1)),
             ("FA2+row_sum=removed", None, dict(heads=1)),
+            ("FA2+row_sum=refined", None, dict(heads=1)),
             ("RELEASED", None, dict(heads=1)),
             ("RELEASED", 512, dict(heads=1)),
             ("LOW+s=bf16:stochastic+p=fp16:stochastic+shift=dither(amplitude=1)", 64, {}),
@@ -235,14 +240,14 @@ def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout)
-    removed = "row_sum=removed" in policy
-    assert len(rows) == 3 + removed
+    summed = "row_sum=" in policy
+    assert len(rows) == 3 + ("row_sum=removed" in policy)
     fused = job["scale"] == 0.125 or PrecisionPolicy.parse(policy).s.is_fp32
     for row in rows:
         kernel = row["kernel"].removeprefix("attention_")
         assert row["sm_90"] == 1 and (row["wgmma"] > 0) == (kernel != "bwd_mean_key_kernel"), row
         assert row["HGMMA"] == row["wgmma"] and row["tf32"] == 0, row
-        assert (row["HMMA"] > 0) == (removed and kernel == "bwd_dq_kernel"), row
+        assert (row["HMMA"] > 0) == (summed and kernel == "bwd_dq_kernel"), row
         assert row["may fuse"] == 0, row
         if kernel == "fwd_kernel":  # a thread rescales two rows, in one or two loops
             assert row["exp2"] - row["fma"] in (2, 4) if fused else row["fma"] == 0, row
@@ -312,7 +317,9 @@ def test_every_kernel_is_launched_on_that_device(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("policy", ["FA2", "SAFE", "FA2+row_sum=removed", "LOW"])
+@pytest.mark.parametrize(
+    "policy", ["FA2", "SAFE", "FA2+row_sum=removed", "FA2+row_sum=refined", "LOW"]
+)
 def test_attention_on_another_than_the_current_device(policy):
     """Output and gradients are those of the first GPU, bit by bit."""
     results = []

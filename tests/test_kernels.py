@@ -37,7 +37,8 @@ ONE_FIELD = [
     LOW.replace(o="fp16"), LOW.replace(p="e8m4"), LOW.replace(ds="e8m10"),
     LOW.replace(l_from="p_rounded"), LOW.replace(l_floor=3.0),
     LOW.replace(delta_bias=0.5), FA2.replace(delta_from="o_fp32", delta_bias=-2.0),
-    LOW.replace(row_sum="removed"), FA2.replace(row_sum="removed"),
+    *(p.replace(row_sum=x) for p in (LOW, FA2) for x in ("removed", "refined")),
+    LOW.replace(row_sum="refined", p_bwd="e8m4"),
     *(LOW.replace(delta_from=source) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
 ]  # fmt: skip
 SHIFTS = ["beta(beta=7)", "beta(beta=2,gamma=0.5,tol=0.1)", "offset(amplitude=0.5)",
@@ -46,7 +47,8 @@ MODES = ["nearest_away", "toward_zero", "stochastic"]
 CASES = [
     *((p, None) for p in (ALL_FP32, FA2, PAPER, LOW, *ONE_FIELD)),
     *((p, 64) for p in (FA2, PAPER, LOW, RELEASED)), (RELEASED, 32), (LOW, 128),
-    (RELEASED.replace(row_sum="removed"), 64), (LOW.replace(l_floor=50.0), 64),
+    *((RELEASED.replace(row_sum=x), 64) for x in ("removed", "refined")),
+    (LOW.replace(l_floor=50.0), 64),
     (RELEASED.replace(delta_from="o_fp32"), 64), (PAPER.replace(delta_from="o_fp32"), None),
     *((PAPER.replace(shift=shift), tile) for shift in SHIFTS for tile in (None, 64)),
     *((p.replace(shift="mute(amplitude=8)", l_floor=1e-10), tile)
@@ -176,6 +178,10 @@ LIVE = {
     "delta_bias": (0.5, {"delta", "dq", "dk"}),
     "row_sum": ("removed", {"dq"}),
 }
+FIELD_BY_FIELD = pytest.mark.parametrize(
+    "field,value,downstream",
+    [*((f, *LIVE[f]) for f in FIELDS), ("row_sum", "refined", {"dq", "dk"})],
+)
 
 
 @functools.cache
@@ -185,9 +191,8 @@ def of_low(device, short=False):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("field", FIELDS)
-def test_each_field_changes_its_site_and_nothing_upstream(device, field):
-    value, downstream = LIVE[field]
+@FIELD_BY_FIELD
+def test_each_field_changes_its_site_and_nothing_upstream(device, field, value, downstream):
     inputs, a = of_low(device)
     b = run(*inputs, LOW.replace(**{field: value}))
     for name in (*FORWARD, "delta_ref"):
@@ -199,16 +204,15 @@ def test_each_field_changes_its_site_and_nothing_upstream(device, field):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("field", FIELDS)
-def test_bounds_notice_each_field(device, field):
+@FIELD_BY_FIELD
+def test_bounds_notice_each_field(device, field, value, downstream):
     """Kernels that run LOW do not pass for a policy that differs in one field, and what betrays
     them lies downstream of it. (Ties, of rows with the same scores, change only with s.)
 
-    delta_bias moves delta by a part of delta_o - delta_ref, and row_sum moves dq by a sum that is
-    nearly zero. The bound of a sum grows with its length and in rows of 1000 keys is larger than
-    that, hence the short ones.
+    delta_bias moves delta by a part of delta_o - delta_ref, and row_sum moves dq and dk by a sum
+    that is nearly zero. The bound of a sum grows with its length and in rows of 1000 keys is larger
+    than that, hence the short ones.
     """
-    value, downstream = LIVE[field]
     inputs, got = of_low(device, short=field in ("delta_bias", "row_sum"))
     wrong = beyond_bounds(got, inputs, LOW.replace(**{field: value}))
     noticed = {sentence.partition(":")[0] for sentence in wrong}

@@ -119,12 +119,16 @@ def backward(t, q, k, v, do, rnd, tile, c):
         return total
 
     a = summed("dq_acc", (t.ds[..., b] @ k[:, :, b] for b in key.split(tile)), 2, 0)
+    t.ds_dk = t.ds
     if rnd.policy.row_sum == "removed":
         a = a - t.row_sum[..., None] * (k / k.shape[2]).sum(2, keepdim=True)
+    elif rnd.policy.row_sum == "refined":
+        a = a - t.row_sum[..., None] * (t.p_bwd @ k)
+        t.ds_dk = rnd("ds", p * (t.dp - (t.delta + t.row_sum)[..., None]), key)
     rows, of_keys = rnd.query[:, 0].split(tile), key[:, None]
     dk, dv = (
         summed("dkdv_acc", (x[:, :, b].mT @ y[:, :, b] for b in rows), 4, first, of_keys)
-        for x, y, first in ((t.ds, q, 0), (t.p_bwd, do, 2))
+        for x, y, first in ((t.ds_dk, q, 0), (t.p_bwd, do, 2))
     )
     t.dq, t.dk, t.dv = c * a, c * dk, dv
 
@@ -133,7 +137,8 @@ EACH = PrecisionPolicy(**{site: f"e8m{4 + i}" for i, site in enumerate(SITES)})
 DRAWN = EACH.replace(**{site: f"e8m{4 + i}:stochastic" for i, site in enumerate(SITES)})
 CHANGES = [
     {}, dict(l_from="p_rounded", delta_from="o_fp32", row_sum="removed"),
-    dict(delta_from="o_split", delta_bias=-0.5, l_floor=3.0), dict(delta_from="o_redrawn"),
+    dict(row_sum="refined"), dict(delta_from="o_split", delta_bias=-0.5, l_floor=3.0),
+    dict(delta_from="o_redrawn"),
     dict(delta_from="dp", delta_bias=2.0), dict(shift="beta(beta=2,gamma=0.5,tol=0.3)"),
     dict(shift="offset(amplitude=0.3)"), dict(shift="dither(amplitude=0.7)"),
     dict(shift="mute(amplitude=1,tol=0.3)", l_floor=0.1),

@@ -7,6 +7,7 @@ from conftest import family
 from lowprec import UserError
 from lowprec.attention.reference import emulate
 from lowprec.numerics.policy import (
+    CHOICES,
     DITHER,
     FA2,
     FIELDS,
@@ -41,7 +42,7 @@ UPSTREAM = {
     "ds": ("s", "x", "p_unnorm", "p", "l", "o", "o_fp32", "p_bwd", "dp", "delta", "dv"),
     "dq_acc": ORDER[:-3] + ("dk", "dv"),
     "dkdv_acc": ORDER[:-3] + ("dq",),
-    "row_sum": ORDER[:-3] + ("dk", "dv"),
+    "row_sum": ORDER[:-3] + ("dv",),
 }
 OWN = {"shift": "x", "l_from": "l", "l_floor": "l", "dodo": "delta", "delta_from": "delta",
        "delta_bias": "delta", "row_sum": "dq",
@@ -57,7 +58,7 @@ CHANGES = {
     ],
     "l_floor": [100.0],
     "delta_bias": [0.5, -0.5],
-    "row_sum": ["removed"],
+    "row_sum": ["removed", "refined"],
 }
 
 
@@ -80,6 +81,13 @@ def test_field_changes_its_own_site_and_nothing_upstream(field, value):
             same = torch.equal(getattr(base, upstream), getattr(other, upstream))
             assert same, f"{field} moved {upstream}"
     assert alive, f"{field} is not alive"
+
+
+def test_only_a_refined_row_sum_reaches_dk():
+    q, k, v, do = family("normal", dtype=torch.float32)
+    of = {x: emulate(q, k, v, LOW.replace(row_sum=x), do=do) for x in CHOICES["row_sum"]}
+    assert torch.equal(of["removed"].dk, of["as_rounded"].dk)
+    assert not torch.equal(of["refined"].dk, of["as_rounded"].dk)
 
 
 def test_dkdv_acc_rounds_dv_too():

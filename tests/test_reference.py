@@ -8,7 +8,7 @@ from conftest import FAMILIES, family
 
 from lowprec import UserError
 from lowprec.attention.reference import emulate, oracle
-from lowprec.numerics.formats import round_to
+from lowprec.numerics.formats import Format, round_to
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW, PAPER, PRESETS, RELEASED, PrecisionPolicy
 
 NAMES = ("o", "lse", "delta", "ds", "dq", "dk", "dv")
@@ -281,14 +281,17 @@ def test_a_trace_prints_as_names_and_shapes():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["normal", "tied", "sink"])
 def test_removing_the_row_sum_changes_nothing_in_exact_arithmetic(name, causal):
-    """For the mean key and for any other vector: a row of dS sums to zero, whatever it sees."""
+    """For the mean key, the row's own weighted key and any other vector: a row of dS sums to zero,
+    whatever it sees. And so delta plus that sum is delta, for dK."""
     q, k, v, do = (x.double() for x in family(name))
     t = oracle(q, k, v, causal, do=do)
     other = torch.randn(k.shape[:2] + (1, k.shape[3]), generator=torch.Generator().manual_seed(1))
-    for vector in (k.mean(2, keepdim=True), 10 * other.double()):
-        taken = k.shape[3] ** -0.5 * t.row_sum[..., None] * vector
-        terms = k.shape[3] ** -0.5 * (t.ds.abs() @ k.abs())
-        assert taken.abs().max() <= 1e-12 * terms.max()
+    scale = k.shape[3] ** -0.5
+    for vector in (k.mean(2, keepdim=True), t.p_bwd @ k, 10 * other.double()):
+        taken = scale * t.row_sum[..., None] * vector
+        assert taken.abs().max() <= 1e-12 * (scale * (t.ds.abs() @ k.abs())).max()
+    moved = scale * (t.p_bwd * t.row_sum[..., None]).mT @ q
+    assert moved.abs().max() <= 1e-12 * (scale * (t.ds.abs().mT @ q.abs())).max()
 
 
 def test_removing_the_row_sum_takes_the_mean_key_s_part_out_of_dq():
@@ -303,6 +306,41 @@ def test_removing_the_row_sum_takes_the_mean_key_s_part_out_of_dq():
     torch.testing.assert_close(back, kept.dq, rtol=1e-4, atol=1e-5)
     exact = oracle(q, k, v, do=do).dq
     assert (gone.dq - exact).norm() < 0.2 * (kept.dq - exact).norm()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_refining_takes_the_row_sum_off_where_p_is(causal):
+    """dS in four bits: dQ is that of dS - r P, with P as p_bwd stores it, and dK that of a delta
+    without its residual."""
+    q, k, v, do = family("normal", dtype=torch.float32)
+    k, v = k + 20, v + 3
+    policy, scale = PrecisionPolicy(ds="e8m4", p_bwd="bf16"), q.shape[3] ** -0.5
+    kept, gone = (
+        emulate(q, k, v, p, do=do, causal=causal)
+        for p in (policy, policy.replace(row_sum="refined"))
+    )
+    assert torch.equal(gone.ds, kept.ds) and torch.equal(gone.row_sum, kept.row_sum)
+    assert torch.equal(gone.delta, kept.delta) and kept.ds_dk is kept.ds
+    wanted = scale * (kept.ds - kept.row_sum[..., None] * kept.p_bwd) @ k
+    torch.testing.assert_close(gone.dq, wanted, rtol=1e-3, atol=1e-3)
+    p = (kept.s - kept.lse[..., None]).exp()
+    ds = round_to(p * (kept.dp - (kept.delta + kept.row_sum)[..., None]), Format.parse("e8m4"))
+    assert torch.equal(gone.ds_dk, ds) and not torch.equal(ds, kept.ds)
+    torch.testing.assert_close(gone.dk, scale * ds.mT @ q, rtol=1e-4, atol=1e-5)
+    exact = oracle(q, k, v, causal, do=do).dq
+    assert (gone.dq - exact).norm() < 0.2 * (kept.dq - exact).norm()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_refined_delta_has_lost_the_error_that_its_rows_show(causal):
+    """A bias of delta is the whole of its row sums where nothing else rounds: r = -bias sum P."""
+    q, k, v, do = family("normal", dtype=torch.float32)
+    policy = PrecisionPolicy(o="bf16", delta_bias=3.0, row_sum="refined")
+    t = emulate(q, k, v, policy, do=do, causal=causal)
+    exact = oracle(q, k, v, causal, do=do)
+    for got, wanted in ((t.dq, exact.dq), (t.dk, exact.dk), (t.delta + t.row_sum, exact.delta)):
+        assert (got - wanted).norm() < 1e-5 * wanted.norm()
+    assert (t.delta - exact.delta).norm() > 1e-3 * exact.delta.norm()
 
 
 @pytest.mark.parametrize("floor", [1e-10, 50.0])

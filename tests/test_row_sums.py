@@ -19,9 +19,13 @@ def common(size=1.0, seed=0):
     return made("common part", size, torch.Generator().manual_seed(seed))
 
 
-def traced(some, policy):
-    q, k, v, do = (some.tensors[n].float() for n in ("q", "k", "v", "do"))
-    return q, k, emulate(q, k, v, policy, do=do, scale=some.scale)
+def inputs(some):
+    return [some.tensors[n].float() for n in ("q", "k", "v", "do")]
+
+
+def traced(some, policy, change="none"):
+    q, k, v, do = inputs(some)
+    return q, k, changed(change, q, k, v, do, policy, scale=some.scale)
 
 
 def test_in_fp32_every_change_leaves_the_gradients_as_they_are():
@@ -31,21 +35,29 @@ def test_in_fp32_every_change_leaves_the_gradients_as_they_are():
 
 
 @pytest.mark.parametrize("policy", [FA2, LOW], ids=["FA2", "LOW"])
-def test_the_mean_key_is_the_field_of_the_policy(policy):
-    q, k, t = traced(common(), policy)
-    wanted = traced(common(), policy.replace(row_sum="removed"))[2]
-    got = changed(t, "mean key", q, k, common().scale, policy)
-    torch.testing.assert_close(got.dq, wanted.dq, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(got.dq, t.dq, rtol=1e-5, atol=1e-6)
-    assert torch.equal(changed(t, "none", q, k, common().scale, policy).dq, t.dq)
+@pytest.mark.parametrize("change", row_sums.POLICIES)
+def test_a_change_is_the_field_of_the_policy(change, policy):
+    """dQ and dK that the policy makes, and no two of them are alike."""
+    q, k, v, do = inputs(common())
+    value = row_sums.POLICIES[change]
+    wanted = emulate(q, k, v, policy.replace(row_sum=value), do=do, scale=common().scale)
+    got = traced(common(), policy, change)[2]
+    assert torch.equal(got.dq, wanted.dq) and torch.equal(got.dk, wanted.dk)
+    others = (traced(common(), policy, x)[2].dq for x in row_sums.POLICIES if x != change)
+    assert not any(torch.allclose(got.dq, x, rtol=1e-5, atol=1e-6) for x in others)
 
 
-def test_the_weighted_key_takes_each_row_sum_off_where_p_is():
+def test_a_vector_of_the_study_is_taken_off_dq_and_nothing_else():
     q, k, t = traced(common(), FA2)
-    scale = common().scale
-    got = changed(t, "weighted key", q, k, scale, FA2).dq
-    ds = t.ds - t.row_sum[..., None] * t.p_bwd
-    torch.testing.assert_close(got, scale * (ds @ k), rtol=1e-4, atol=1e-5)
+    got = traced(common(), FA2, "mean of seen keys")[2]
+    back = got.dq + common().scale * t.row_sum[..., None] * row_sums.seen_mean(k)
+    torch.testing.assert_close(back, t.dq, rtol=1e-5, atol=1e-6)
+    assert torch.equal(got.dk, t.dk) and not torch.allclose(got.dq, t.dq, rtol=1e-3)
+    q, k, t = traced(common(), FA2, "second pass")
+    got = traced(common(), FA2, "second pass, mean key")[2]
+    back = got.dq + common().scale * t.row_sum[..., None] * k.mean(2, keepdim=True)
+    torch.testing.assert_close(back, t.dq, rtol=1e-5, atol=1e-6)
+    assert torch.equal(got.dk, t.dk) and not torch.equal(got.dq, t.dq)
 
 
 def test_the_mean_of_seen_keys_is_that_of_the_causal_rows():
@@ -53,16 +65,17 @@ def test_the_mean_of_seen_keys_is_that_of_the_causal_rows():
     k = some.tensors["k"].float()
     seen = causal_mask(256, 256, "cpu").float()
     wanted = (seen / seen.sum(1, keepdim=True)) @ k
-    torch.testing.assert_close(row_sums.seen_mean(None, k), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(row_sums.seen_mean(k), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_refined_delta_makes_rows_sum_to_zero_as_far_as_ds_is_not_rounded_again():
+def test_a_second_pass_makes_rows_sum_to_zero_as_far_as_ds_is_not_rounded_again():
     policy = FA2.replace(ds="fp32")
     for now, rest in ((policy, 1e-2), (FA2, 0.9)):
         q, k, t = traced(common(), now)
-        got = row_sums.refined(t, q, k, common().scale, now)
+        got = traced(common(), now, "second pass")[2]
         assert got.row_sum.norm() < rest * t.row_sum.norm()
         torch.testing.assert_close(got.delta, t.delta + t.row_sum)
+        torch.testing.assert_close(got.dq, common().scale * got.ds @ k)
         torch.testing.assert_close(got.dk, common().scale * got.ds.mT @ q)
     assert torch.equal(got.ds, got.ds.bfloat16().float())
 
@@ -131,8 +144,8 @@ def test_what_is_done_around_a_kernel_is_what_is_done_inside():
     inside = row_sums.left(name, capture).set_index(["delta", "change"]).loc["o"]
     ours = around.loc["FA2"]
     assert ours.dq["as it is"] == pytest.approx(inside.dq["none"], rel=1e-3)
-    for way in ("mean key", "weighted key"):
-        assert ours.dq[way] == pytest.approx(inside.dq[way], abs=2e-3)
+    for way, change in (("mean key", "mean key"), ("weighted key", "refined")):
+        assert ours.dq[way] == pytest.approx(inside.dq[change], abs=2e-3)
         assert ours.dk[way] == pytest.approx(inside.dk["none"], rel=1e-2)
     for _, some in around.groupby("kernel"):
         some = some.droplevel("kernel").dq
@@ -160,3 +173,13 @@ def test_a_head_of_the_recorded_table_comes_out_again():
 def test_the_recorded_table_decides_the_prediction():
     factors = row_sums.against_safe(dated.recorded("row_sums", **row_sums.PARAMETERS)["left"])
     assert len(factors) == 4 and factors.median() >= row_sums.TIMES
+
+
+def test_refined_leaves_less_than_safe_of_dq_and_dk_in_each_failing_head():
+    """Of dK only under FA2: under LOW its error is in what scores and l are rounded to."""
+    table = dated.recorded("row_sums", **row_sums.PARAMETERS)["left"]
+    failing = table[table.failing].set_index(["base", "capture", "delta", "change"]).sort_index()
+    for of, least in (("dq", 5), ("dk", 1)):
+        by = failing[of].unstack(["delta", "change"])
+        times = by["o_fp32", "none"] / by["o", "refined"]
+        assert (times if of == "dq" else times["FA2"]).min() > least

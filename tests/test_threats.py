@@ -496,7 +496,7 @@ def first_screen(number):
 
 
 def test_what_first_screens_count(recorded):
-    """Counts that stand in the first words of pages 21, 24, 25, 47 and 62, as typed there."""
+    """Counts that stand in the first words of pages 21, 24, 47 and 62, as typed there."""
 
     def refuted(notebook):
         return [c for c in REGISTRY.values() if c.notebook == notebook and c.verdict == "refuted"]

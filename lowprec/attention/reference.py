@@ -37,7 +37,8 @@ class Trace(SimpleNamespace):
     backward: delta, the one used; delta_o = rowsum(dO*o) as the policy forms it; delta_ref, FP32
               from o_fp32; row_sum of ds (..., queries); dp, p_bwd, ds (..., queries, keys); dq, dk,
               dv as inputs
-    p is not normalised, it enters P V; p_bwd is, and enters dV.
+    p is not normalised, it enters P V; p_bwd is, and enters dV. `emulate` has ds_dk as well, ds as
+    it enters dK: ds itself, or from delta + row_sum with row_sum="refined".
     """
 
     def __repr__(self) -> str:
@@ -281,9 +282,13 @@ def _backward(t, q, k, v, do, policy, rnd, tile, scale):
         keys = slice(start, start + tile)
         dq = _accumulate("dq_acc", dq, t.ds[..., keys] @ k[:, :, keys], rnd, 2 * j)
     t.row_sum = t.ds.sum(-1)
+    t.ds_dk = t.ds
     if policy.row_sum == "removed":
         mean_key = (k / k.shape[2]).sum(2, keepdim=True)  # in this order no finite key overflows
         dq = dq - t.row_sum[..., None] * mean_key
+    elif policy.row_sum == "refined":
+        dq = dq - t.row_sum[..., None] * (t.p_bwd @ k)
+        t.ds_dk = rnd("ds", p * (t.dp - (t.delta + t.row_sum)[..., None]))
     t.dq = scale * dq
 
 
@@ -296,7 +301,7 @@ def _dk_dv(t, q, do, heads, rnd, tile, scale):
         own = slice(first, None, group)
         for i, start in enumerate(range(0, q.shape[2], tile)):
             part = (slice(None), own, slice(start, start + tile))
-            ds, p_bwd = t.ds[part], t.p_bwd[part]
+            ds, p_bwd = t.ds_dk[part], t.p_bwd[part]
             dk = _accumulate("dkdv_acc", dk, ds.mT @ q[part], rnd, 4 * i, own)
             dv = _accumulate("dkdv_acc", dv, p_bwd.mT @ do[part], rnd, 4 * i + 2, own)
     t.dk, t.dv = scale * dk, dv

@@ -33,6 +33,9 @@ makes, with any share of it and either sign.
 stays in dQ, times the keys; "removed", dq_i = scale (sum_j ds_ij k_j - (sum_j ds_ij) c) with c the
 mean of all keys of the head and sequence, FP32, ds as it was rounded; the sum times c is taken off
 once, after the last rounding of dq_acc. That is the same dQ exactly, for any vector c and any mask.
+"refined": c is the row's own weighted key, sum_j P_ij k_j with P as p_bwd stores it, which is to dQ
+what delta_i + sum_j ds_ij in place of delta_i is: one step of iterative refinement. dK gets its ds
+from that delta, rounded anew.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ DITHER, REDRAW = len(SITES), len(SITES) + 1
 CHOICES = {
     "l_from": ("p_unnorm", "p_rounded"),
     "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "dp"),
-    "row_sum": ("as_rounded", "removed"),
+    "row_sum": ("as_rounded", "removed", "refined"),
 }
 
 

@@ -67,7 +67,7 @@ def cases() -> list[Case]:
             "LOW+delta_from=dp", "PAPER+shift=beta(beta=7)", "LOW+o_acc=bf16:stochastic",
             "FA2+delta_from=o_fp32", "FA2+delta_from=o_split", "FA2+delta_from=dp",
             "FA2+o=bf16:stochastic", "FA2+l_from=p_rounded", "FA2+shift=dither(amplitude=0.6931)",
-            "FA2+row_sum=removed",
+            "FA2+row_sum=removed", "FA2+row_sum=refined",
         )
     ] + [
         Case(policy="FA2", tile=64), Case(policy="FA2", tile=128), Case(policy="PAPER", tile=128),
@@ -164,7 +164,7 @@ TRAINED = (
     ("FA2", "triton"), ("FA2", "sdpa"),
     *((f"FA2+{change}", "triton") for change in (
         "delta_from=o_fp32", "delta_from=o_split", "delta_from=dp", "l_from=p_rounded",
-        "o=bf16:stochastic", "row_sum=removed",
+        "o=bf16:stochastic", "row_sum=removed", "row_sum=refined",
     )),
 )  # fmt: skip
 

@@ -33,6 +33,7 @@ def replays(captures: Mapping, policies: Mapping) -> pd.DataFrame:
     row_sums: root mean square of the row sums of dS before dS is rounded, see `row_sums`
     eps: root mean square of δ_o − δ_ref, of the δ that O gives, whether it is read or not
     read: the same of the δ that the gradient reads
+    rest: the same of the sum of a row and its δ_o − δ_ref, which is what else moves the row
     factor: root mean square of ηδ, see `row_factor`
     """
     rows = {}
@@ -40,9 +41,10 @@ def replays(captures: Mapping, policies: Mapping) -> pd.DataFrame:
         exact = exact_gradient(capture)
         for label, policy in policies.items():
             t = _trace(capture, policy(capture) if callable(policy) else policy)
+            eps = (t.delta_o - t.delta_ref).double()
             rows[label, name] = dict(
                 error=gradient_error(capture, t, exact), row_sums=_rms(row_sums(t)),
-                eps=_rms(t.delta_o - t.delta_ref), read=_rms(delta_error(t)),
+                eps=_rms(eps), read=_rms(delta_error(t)), rest=_rms(row_sums(t) + eps),
                 factor=_rms(row_factor(t) * t.delta_ref),
             )  # fmt: skip
     order = pd.MultiIndex.from_product([policies, captures], names=["policy", "capture"])

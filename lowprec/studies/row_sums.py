@@ -2,9 +2,10 @@
 
 A row of dS sums to zero in exact arithmetic, so dq_i = scale * sum_j dS_ij (k_j - c) for any vector
 c that all keys of the row have in common. Rounding leaves a row sum r_i, and the kernel adds
-scale * r_i * c of error for the part c that keys share. `VECTORS` are candidates for c, taken off
-dQ before it is stored; dS keeps its one rounding. `refined` gives r_i back to delta instead, and
-dS is rounded a second time. `left` measures each on a captured head, `ranges` on made inputs:
+scale * r_i * c of error for the part c that keys share. `POLICIES` are those of the field `row_sum`
+of `lowprec.numerics.policy`: nothing taken off, the mean key, the row's own weighted key with delta
+refined for dK. `seen_mean` is one more candidate for c, and `second_pass` has dQ from the refined
+delta as well. `left` measures each on a captured head, `ranges` on made inputs:
 
     python -m lowprec.studies.row_sums data/studies/row_sums        DATE-left, DATE-ranges.parquet
 
@@ -29,7 +30,6 @@ from lowprec.attention import attention
 from lowprec.attention.outside import centred as centred_keys
 from lowprec.attention.outside import row_sums_out
 from lowprec.attention.reference import emulate, oracle
-from lowprec.numerics.formats import round_to
 from lowprec.numerics.policy import FA2, LOW
 from lowprec.records.files import data_root
 from lowprec.studies import dated
@@ -43,42 +43,38 @@ DELTAS = {"o": "FA2", "o_fp32": "SAFE"}
 """What delta reads, and what `FA2` with it is called."""
 
 
-def seen_mean(t, k):
+POLICIES = {"none": "as_rounded", "mean key": "removed", "refined": "refined"}
+"""Values of the field `row_sum`."""
+CHANGES = (*POLICIES, "mean of seen keys", "second pass", "second pass, mean key", "centred keys")
+
+
+def seen_mean(k):
     """The mean of the keys that each row of a causal head sees.  (B, H, T, D)"""
     return k.cumsum(2) / torch.arange(1, k.shape[2] + 1)[:, None]
 
 
-VECTORS = {
-    "none": lambda t, k: torch.zeros_like(k[:, :, :1]),
-    "mean key": lambda t, k: k.mean(2, keepdim=True),
-    "mean of seen keys": seen_mean,
-    "weighted key": lambda t, k: t.p_bwd @ k,
-}
-"""c of a trace and its keys (B, H, T, D), FP32: (B, H, 1 or T, D). The weighted key (P K)_i makes
-dS_ij - r_i P_ij of dS_ij, after dS is rounded, with P as it enters dV; it is not rounded again."""
-CHANGES = (*VECTORS, "refined delta", "refined delta, mean key", "centred keys")
+def second_pass(t, k, scale):
+    """The trace of `row_sum=refined` with dQ from the refined delta, too, for a pass over the keys.
 
-
-def refined(t, q, k, scale, policy):
-    """The trace with delta_i + r_i for delta_i: dS formed and rounded again, dQ and dK from it.
-
-    r_i is the row sum of dS as it was rounded, which a kernel for dQ has when it ends; so dK costs
-    nothing, dQ a second pass. q, k: FP32; accumulators are FP32, as in `FA2` and `LOW`."""
+    That dS is rounded and has row sums again. k: FP32, accumulators FP32, as in `FA2` and `LOW`."""
     t = copy.copy(t)
-    t.delta = t.delta + t.row_sum
-    p = (t.s - t.lse[..., None]).exp()
-    t.ds = round_to(p * (t.dp - t.delta[..., None]), policy.ds.fmt, policy.ds.rounding)
-    t.row_sum, t.dq, t.dk = t.ds.sum(-1), scale * (t.ds @ k), scale * (t.ds.mT @ q)
+    t.delta, t.ds = t.delta + t.row_sum, t.ds_dk
+    t.row_sum, t.dq = t.ds.sum(-1), scale * (t.ds @ k)
     return t
 
 
-def changed(t, change: str, q, k, scale, policy):
-    """The trace as one of CHANGES leaves its dQ and dK, FP32; "centred keys" is of the inputs."""
-    if change.startswith("refined delta"):
-        t = refined(t, q, k, scale, policy)
-        change = change.partition(", ")[2]
-    t = copy.copy(t)
-    t.dq = t.dq - scale * t.row_sum[..., None] * VECTORS.get(change, VECTORS["none"])(t, k)
+def changed(change: str, q, k, v, do, policy, tile=None, scale=None):
+    """The trace as one of CHANGES leaves its dQ and dK; "centred keys" is of the inputs. FP32."""
+    again = change.startswith("second pass")
+    row_sum = "refined" if again else POLICIES.get(change, "as_rounded")
+    t = emulate(q, k, v, policy.replace(row_sum=row_sum), tile, do, scale=scale)
+    if again:
+        t = second_pass(t, k, scale)
+    taken = t.row_sum[..., None]
+    if change.endswith(", mean key"):
+        t.dq = t.dq - scale * taken * k.mean(2, keepdim=True)
+    elif change == "mean of seen keys":
+        t.dq = t.dq - scale * taken * seen_mean(k)
     return t
 
 
@@ -106,8 +102,7 @@ def errors(head, policy) -> pd.DataFrame:
         q, k, v, do = (some.tensors[n].float() for n in ("q", "k", "v", "do"))
         for source in DELTAS:
             now = policy.replace(delta_from=source)
-            t = emulate(q, k, v, now, some.tile, do, scale=some.scale)
-            t = changed(t, change, q, k, some.scale, now)
+            t = changed(change, q, k, v, do, now, some.tile, some.scale)
             found = _errors(some, t, right)
             rows.append(dict(delta=source, change=change) | found | dict(
                 row_sum=t.row_sum.double().square().mean().sqrt().item(),

@@ -5,7 +5,8 @@ keys. `attention_bwd_dkdv_kernel` then owns a block of keys and sums dk and dv o
 blocks are transposed, keys by queries, so that p and ds enter their products as they lie in
 registers. Where heads of queries share keys, it goes through them in order, and the sums go on.
 Both form s, p, dp and ds again; neither adds with atomics, so a step repeats bitwise.
-`attention_bwd_mean_key_kernel` runs before them where row sums of ds are taken out of dq.
+`attention_bwd_mean_key_kernel` runs before them where row sums of ds, times the mean key, are taken
+out of dq. Where they refine delta instead, the first kernel hands the second delta plus them.
 """
 
 import triton
@@ -96,14 +97,14 @@ def sum_p_dp(
 
 @triton.jit
 def sum_dq(
-    b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, o_q, lo, hi, where, c: tl.constexpr,
+    b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, b_pk, o_q, lo, hi, where, c: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys lo to hi to ds k and, with c.row_sum, to the row sums of ds.
+    """Add the keys lo to hi to ds k and, as c.row_sum needs them, to the row sums of ds and to P k.
 
     The sums are a product with eight equal columns of ones, the least that a tensor core takes: ds
     is its operand anyway, and turned back into FP32 numbers it would be rounded one by one, on the
-    units that form exp2.  # [BM, D], [BM, 8]
+    units that form exp2.  # [BM, D], [BM, 8], [BM, D]
     """
     p_k, p_v, skt, svt = keys
     n, scale, who = where
@@ -113,12 +114,15 @@ def sum_dq(
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_ds = operand(b_ds, c.ds, who, o_q[:, None], o_k[None, :], c.native)
         b_dq = dot(b_ds, b_k, b_dq, c.pieces, c.native)
-        if c.row_sum:
+        if c.row_sum != "as_rounded":
             b_ones = tl.full([c.bn, 8], 1.0, tl.float32)
             if c.native:
                 b_ones = b_ones.to(tl.float16 if b_ds.dtype == tl.float16 else tl.bfloat16)
             b_sum = dot(b_ds, b_ones, b_sum, c.pieces, c.native)
-    return b_dq, b_sum
+        if c.row_sum == "refined":
+            b_p = operand(b_p, c.p_bwd, who, o_q[:, None], o_k[None, :], c.native)
+            b_pk = dot(b_p, b_k, b_pk, c.pieces, c.native)
+    return b_dq, b_sum, b_pk
 
 
 @triton.jit
@@ -141,15 +145,16 @@ def attention_bwd_mean_key_kernel(p_k, p_mean, strides, n, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def attention_bwd_dq_kernel(
-    p_q, p_k, p_v, p_do, p_o, p_o_fp32, p_mean, p_lse, p_ties, p_delta, p_delta_o, p_delta_ref,
-    p_sums, p_dq, strides, n, scale, seed, c: tl.constexpr,
+    p_q, p_k, p_v, p_do, p_o, p_o_fp32, p_mean, p_lse, p_ties, p_delta, p_delta_dk, p_delta_o,
+    p_delta_ref, p_sums, p_dq, strides, n, scale, seed, c: tl.constexpr,
 ):  # fmt: skip
     """One block of BM queries: delta, and dq = scale * ds k, in the inputs' dtype.
 
     c.probe: also delta from the policy's o and from the unrounded o, and this block's sums of their
     difference, of its absolute value, and of the rows whose largest score is tied.
     c.tile: keys per rounding of dq's accumulator, 0 for one rounding at the end.
-    c.row_sum: take the row sums of ds, times the mean key of the head and sequence, out of ds k.
+    c.row_sum: take the row sums of ds out of ds k, "removed" times the mean key of the head and
+    sequence, "refined" times the row of P k; then delta_dk is delta plus them.
     """
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sob, soh, sot, sgb, sgh, sgt = (
         strides
@@ -218,12 +223,13 @@ def attention_bwd_dq_kernel(
 
     b_dq = tl.full([c.bm, c.d], 0, tl.float32)
     b_sum = tl.full([c.bm, 8], 0, tl.float32)
+    b_pk = tl.full([c.bm, c.d], 0, tl.float32)
     if c.tile == 0:
-        b_dq, b_sum = sum_dq(
-            b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, o_q, 0, mid, where, c, False
+        b_dq, b_sum, b_pk = sum_dq(
+            b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, b_pk, o_q, 0, mid, where, c, False
         )  # fmt: skip
-        b_dq, b_sum = sum_dq(
-            b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, o_q, mid, end, where, c, True
+        b_dq, b_sum, b_pk = sum_dq(
+            b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, b_pk, o_q, mid, end, where, c, True
         )  # fmt: skip
         b_dq = round_site(b_dq, c.dq_acc, who, o_q[:, None], o_d, c.native)
     else:
@@ -231,22 +237,28 @@ def attention_bwd_dq_kernel(
             last = tl.minimum(first + c.tile, end)
             seen = tl.minimum(tl.maximum(mid, first), last)
             b_new = tl.full([c.bm, c.d], 0, tl.float32)
-            b_new, b_sum = sum_dq(
-                b_q, b_do, keys, b_lse, b_delta, b_new, b_sum, o_q, first, seen, where, c, False
+            b_new, b_sum, b_pk = sum_dq(
+                b_q, b_do, keys, b_lse, b_delta, b_new, b_sum, b_pk, o_q, first, seen, where, c,
+                False,
             )  # fmt: skip
-            b_new, b_sum = sum_dq(
-                b_q, b_do, keys, b_lse, b_delta, b_new, b_sum, o_q, seen, last, where, c, True
+            b_new, b_sum, b_pk = sum_dq(
+                b_q, b_do, keys, b_lse, b_delta, b_new, b_sum, b_pk, o_q, seen, last, where, c,
+                True,
             )  # fmt: skip
             o_j = o_d + 2 * c.d * (first // c.tile)
             b_new = round_site(b_new, c.dq_acc, who, o_q[:, None], o_j, c.native)
             b_dq = round_site(b_dq + b_new, c.dq_acc, who, o_q[:, None], o_j + c.d, c.native)
-    if c.row_sum:
+    b_row_sum = tl.sum(b_sum, 1) * 0.125
+    if c.row_sum == "removed":
         parts = tl.cdiv(n, MEAN_ROWS)
         p_mean += pid_bh.to(tl.int64) // c.group * parts * c.d
         b_mean = tl.full([1, c.d], 0, tl.float32)
         for part in range(parts):
             b_mean += tl.load(p_mean + part * c.d + o_d)
-        b_dq -= (tl.sum(b_sum, 1) * 0.125)[:, None] * b_mean
+        b_dq -= b_row_sum[:, None] * b_mean
+    elif c.row_sum == "refined":
+        b_dq -= b_row_sum[:, None] * b_pk
+        tl.store(p_delta_dk + o_row, b_delta + b_row_sum, mask=o_q < n)
     store_rows(p_dq + batch * sgb + head * sgh, sgt, o_q, n, scale * b_dq, c.d, c.native)
 
 

@@ -212,14 +212,14 @@ def backward(
     same = common(q, k, causal, scale, policy)
     tile = 0 if tile is None or tile >= n else tile
     dq, dk, dv = (new_rows(x) for x in (q, k, v))
-    removed = policy.row_sum == "removed"
-    mean_key = _mean_key(k, same) if removed else None
+    mean_key = _mean_key(k, same) if policy.row_sum == "removed" else None
+    delta_dk = torch.empty_like(lse) if policy.row_sum == "refined" else delta
 
     sizes, options = blocks("dq", d, n, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
     known = Constants(
         **same, **sizes, probe=probe, delta_from=policy.delta_from, redrawn=redrawn_code(policy),
-        delta_bias=policy.delta_bias, row_sum=removed,
-        **codes(policy, "s", "dodo", "dp", "ds", "dq_acc"),
+        delta_bias=policy.delta_bias, row_sum=policy.row_sum,
+        **codes(policy, "s", "dodo", "dp", "p_bwd", "ds", "dq_acc"),
     )  # fmt: skip
     n_blocks = triton.cdiv(n, known.bm)
     if probe:
@@ -228,8 +228,8 @@ def backward(
     # o_fp32 has the memory layout of o, so one set of strides serves both
     with on_device(q):
         bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
-            q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_o, delta_ref, sums, dq,
-            strides(q, k, v, do, o, dq), n, scale, seed, known, **options,
+            q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_dk, delta_o, delta_ref, sums,
+            dq, strides(q, k, v, do, o, dq), n, scale, seed, known, **options,
         )  # fmt: skip
     if same["group"] > 1:  # the whole row is the queries of one head, and there are more
         tile = tile or LONGEST
@@ -238,7 +238,7 @@ def backward(
     known = Constants(**same, **sizes, **sites)
     with on_device(q):
         bwd.attention_bwd_dkdv_kernel[(triton.cdiv(n, known.bn) * b * k.shape[1],)](
-            q, k, v, do, lse, delta, dk, dv, strides(q, k, v, do, dk), n, scale, seed, known,
+            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk), n, scale, seed, known,
             **options,
         )  # fmt: skip
     return dq, dk, dv, delta, delta_o, delta_ref, sums.sum((0, 2)) if probe else None

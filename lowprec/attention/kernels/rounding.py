@@ -71,7 +71,7 @@ class Constants:
     dither_stream: int = 0
     delta_from: str = "o"
     delta_bias: float = 0.0
-    row_sum: bool = False
+    row_sum: str = "as_rounded"
     stored: bool = False
     shadow: bool = False
     ties: bool = False
