@@ -30,7 +30,6 @@ from lowprec.studies.deviation import (
     typical,
 )
 
-
 KEYS = ["keys", "form", "seed"]
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONVERTED = [
     "10_my_run_exploded", "11_the_explosion", "23_delta_carries_it", "31_the_gradient_error",
     "32_a_common_direction", "38_where_the_sign_comes_from", "48_not_only_delta",
-    "61_is_flash_attention_stable",
+    "61_is_flash_attention_stable", "62_do_weights_drift_apart",
 ]  # fmt: skip
 """Pages in the new form that are held to the limits."""
 
