@@ -15,7 +15,9 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
+import yaml
 
+from lowprec.evidence import claims
 from lowprec.evidence.registry import pages
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish.figure import MIN_SCALE, luminance
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.book
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "book" / "_build" / "html"
 FILES = [p.relative_to(SITE) for p in SITE.rglob("*.html")]
-PAGES = sorted(p.as_posix() for p in FILES if p.parts[0] != "_static")
+OLD = yaml.safe_load((ROOT / "book" / "redirects.yml").read_text()) or {}
+STUBS = [p.as_posix() for p in FILES if p.parts[0] == "claim"] + [f"{page}.html" for page in OLD]
+PAGES = sorted(p for p in map(Path.as_posix, FILES) if p not in STUBS and "_static/" not in p)
 CONTENT = [p for p in PAGES if p not in ("index.html", "genindex.html", "search.html")]
 NOTEBOOKS = pages(ROOT / "book" / "executed")
 CHROMIUM = next(
@@ -269,6 +273,40 @@ def test_a_notebook_page_says_how_to_rerun_it(name):
     assert f"papermill notebooks/{name}.ipynb out.ipynb -f notebooks/profiles/recorded.yaml" in text
 
 
+CLAIM = "delta-only-o"
+HOME = f"executed/{claims.load()[CLAIM].page}.html"
+
+
+def test_the_address_of_a_claim_leads_to_it_also_from_where_it_was(base, window):
+    tab = window("desk", "light")
+    for asked in (f"claim/{CLAIM}.html", f"intro.html#claim-{CLAIM}"):
+        tab.goto(base + asked)
+        tab.wait_for_url(f"{base}{HOME}#claim-{CLAIM}")
+
+
+@pytest.mark.parametrize("page", OLD)
+def test_an_old_address_leads_to_the_page(base, window, page):
+    tab = window("desk", "light")
+    tab.goto(f"{base}{page}.html#claims")
+    tab.wait_for_url(f"{base}{OLD[page]}.html#claims")
+
+
+@look_at([HOME, "claims.html", "statements.html"])
+def test_a_claim_says_its_address_and_how_to_cite_it(tab, base):
+    unfold(tab)
+    button = tab.get_by_label(f"Link to the claim {CLAIM}, and how to cite it")
+    button.click()
+    line = tab.locator(".lowprec-citation")
+    assert line.text_content().startswith("The lowprec authors: Why low-precision training fails,")
+    assert f", claim {CLAIM}. {base}claim/{CLAIM}.html" in line.text_content()
+    assert [b.text_content() for b in line.locator("button").all()] == [
+        "Copy link",
+        "Copy citation",
+    ]
+    button.click()
+    assert not line.is_visible()
+
+
 @look_at(["search.html?q=roundoff"])
 def test_search_finds_a_word(tab):
     tab.wait_for_selector("#search-results li a")
@@ -315,6 +353,15 @@ def test_links_resolve(parsed, page):
         assert (SITE / target).is_file(), f"{page} links to {link}"
         if anchor and target in parsed:
             assert unquote(anchor) in parsed[target].ids, f"{page}: no {anchor} in {target}"
+
+
+def test_each_claim_has_an_address_that_leads_to_its_box(parsed):
+    ids = {path.removeprefix("claim/").removesuffix(".html") for path in STUBS if "claim/" in path}
+    assert ids == set(claims.load())
+    for id in ids:
+        [to] = Links((SITE / "claim" / f"{id}.html").read_text()).links
+        page, anchor = urldefrag(urljoin(f"claim/{id}.html", to))
+        assert anchor == f"claim-{id}" and anchor in parsed[page].ids
 
 
 def test_styles_load_nothing_from_elsewhere():

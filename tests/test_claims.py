@@ -329,9 +329,23 @@ def test_the_claims_of_a_fork_stay_with_it(folder):
     claims.compare("_template", [result.as_dict()], {"a": 1}, notebooks)
 
 
-def test_a_claim_of_two_forks_or_of_none_is_named(folder):
+def test_two_copies_of_one_claim_do_not_stop_each_other(folder):
     mine = {**ENTRY, "id": "mine"}
     notebooks = folder(ENTRY, **{"forks/a": [mine], "forks/b": [mine]})
+    assert claims.check("mine", -0.25, 8, folder=notebooks).verdict == "supported"
+
+
+def test_a_fork_has_no_rule_of_its_own_for_an_id_of_the_book(folder):
+    notebooks = folder(ENTRY, **{"forks/a": [ENTRY], "forks/b": [{**ENTRY, "needs": 4}]})
+    for page in ("forks/a", "forks/none"):
+        claims.compare(page, [], {}, notebooks)
+    with pytest.raises(UserError, match="claim bias stands twice, in 36_bias and forks/b: rename"):
+        claims.compare("forks/b", [], {}, notebooks)
+
+
+def test_a_claim_of_two_forks_or_of_none_is_named(folder):
+    mine = {**ENTRY, "id": "mine"}
+    notebooks = folder(ENTRY, **{"forks/a": [mine], "forks/b": [{**mine, "needs": 4}]})
     assert list(claims.load(notebooks)) == ["bias"]
     with pytest.raises(UserError, match="claim mine stands twice, in forks/a and forks/b: rename"):
         claims.check("mine", -0.25, 8, folder=notebooks)

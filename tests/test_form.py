@@ -59,6 +59,16 @@ def test_the_lead_figure_is_moved_under_the_answer():
     assert len(shown) == 1 and 'id="figure-x"' in shown[0].data["text/html"]
 
 
+def test_code_that_shows_nothing_is_in_the_notebook_alone():
+    some = [cell("seed = 3", tags=["parameters"]), cell("draw()", figure())]
+    pages = {name: page_of(*some, name=name).cells for name in ("11_the_explosion", "forks/mine")}
+    silent = {
+        name: ["remove-cell" in cell.metadata.get("tags", []) for cell in cells]
+        for name, cells in pages.items()
+    }
+    assert silent["11_the_explosion"][1:3] == [True, False] and not any(silent["forks/mine"])
+
+
 def test_the_line_of_place_says_where_how_long_and_offers_the_files():
     page = page_of(text("word " * 1000))
     title, place, question = page.cells[0].source.split("\n\n")[:3]
@@ -160,10 +170,26 @@ def test_the_other_claims_are_one_fold_at_the_end():
     assert [v["claim"]["id"] for v in page.metadata["lowprec"]["verdicts"]] == ["a", "b", "c", "d"]
 
 
-def test_a_hypothesis_of_a_fork_is_a_box_without_a_target():
-    page = page_of(cell("judge()", verdict("a", page="")), name="forks/mine")
+def test_a_hypothesis_without_a_page_is_a_box_without_a_target():
+    page = page_of(cell("judge()", verdict("a", page="")))
     box = page.cells[1].outputs[0].data["text/markdown"]
     assert box.startswith("::::{admonition} Supported: 0 of 8 runs\n:class: tip\n\nNo a.")
+
+
+def test_a_fork_has_nothing_that_only_the_book_renders():
+    cells = cell("judge()", verdict("a", page="")), text("**Small < print**\nBody", "fold")
+    page = page_of(*cells, name="forks/mine")
+    [output] = page.cells[1].outputs
+    head, judged = output.data["text/markdown"].split("\n\n", 1)
+    assert head == "**Supported: 0 of 8 runs.** No a."
+    assert judged.startswith("<details><summary>How it was judged</summary>\n\nMeasured: ")
+    assert "{" not in judged and form.unfolded(judged).strip() == ""
+    assert page.cells[2].source == (
+        "<details><summary>Small &lt; print</summary>\n\nBody\n\n</details>"
+    )
+    assert page.cells[-1].source.startswith("<details><summary>Rerun, machine, files</summary>")
+    assert not any(":::" in each.source for each in page.cells)
+    assert form.unfolded(page.cells[-1].source).strip() == ""
 
 
 def test_with_parameters_of_ones_own_verdicts_stay_where_they_are():

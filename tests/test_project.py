@@ -213,6 +213,7 @@ def make(folder, *words, **variables):
 
 
 BUILDER = (
+    "publish/addresses",
     "publish/book",
     "publish/facts",
     "publish/form",

@@ -34,6 +34,7 @@ from lowprec.evidence.registry import (
     pages_folder,
     pages_named,
     parse,
+    refuse_shadowed,
 )
 from lowprec.evidence.verdicts import Measured, Result
 from lowprec.evidence.words import minus, number
@@ -269,6 +270,8 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
     """
     folder = Path(folder or pages_folder())
     of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith(("forks/", "_"))
+    if page.startswith("forks/"):
+        refuse_shadowed(page, folder)
     for result in map(Result.from_dict, verdicts):
         if not result.registered:
             continue

@@ -195,12 +195,37 @@ def of_forks(folder: Path | None = None) -> dict[str, Claim]:
     """The claims beside forks and those of the template, by id; none of them is the book's, so
     `page` is empty. A copy of the template has its ids too, and comes before it.
 
-    Raises `UserError` as `load` does.
+    Raises `UserError` as `load` does, but not for a claim that several forks have word for word.
     """
     folder = Path(folder or pages_folder())
     files = [folder / TEMPLATE] if (folder / TEMPLATE).is_file() else []
-    found = _joined(files, folder) | _joined(sorted(folder.glob("forks/**/*.claims.yml")), folder)
-    return {id: dataclasses.replace(claim, page="") for id, claim in found.items()}
+    found: dict[str, Claim] = {}
+    for path in sorted(folder.glob("forks/**/*.claims.yml")):
+        for id, claim in _joined([path], folder).items():
+            _refuse_another(claim, found.setdefault(id, claim))
+    return {id: _anywhere(claim) for id, claim in (_joined(files, folder) | found).items()}
+
+
+def refuse_shadowed(page: str, folder: Path) -> None:
+    """Raise `UserError` if a fork has a rule of its own for an id of the book, by whose it would be
+    judged in silence. page: its name below folder."""
+    path, book = folder / f"{page}.claims.yml", load(folder)
+    for id, claim in _joined([path] if path.is_file() else [], folder).items():
+        _refuse_another(claim, book.get(id, claim))
+
+
+def _anywhere(claim: Claim) -> Claim:
+    return dataclasses.replace(claim, page="")
+
+
+def _refuse_another(claim: Claim, first: Claim) -> None:
+    """Raise `UserError` if two claims of one id, of different pages, do not say the same."""
+    if _anywhere(claim) != _anywhere(first):
+        raise UserError(_twice(claim, first))
+
+
+def _twice(claim: Claim, first: Claim) -> str:
+    return f"claim {claim.id} stands twice, in {first.page} and {claim.page}: rename one"
 
 
 def _joined(files: list[Path], folder: Path) -> dict[str, Claim]:
@@ -210,9 +235,7 @@ def _joined(files: list[Path], folder: Path) -> dict[str, Claim]:
     for path in files:
         for claim in _read(path, path.stat().st_mtime_ns, folder, threats):
             if claim.id in claims:
-                other = claims[claim.id].page
-                raise UserError(f"claim {claim.id} stands twice, in {other} and {claim.page}: "
-                                "rename one")  # fmt: skip
+                raise UserError(_twice(claim, claims[claim.id]))
             claims[claim.id] = claim
     return claims
 

@@ -9,11 +9,14 @@ stops the build.
 
 from __future__ import annotations
 
+import json
+
 from docutils.nodes import container
 from jinja2 import pass_context
 from myst_nb.sphinx_ import HideCodeCellNode
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
+from lowprec import __version__
 from lowprec.evidence.registry import load, pages_folder
 from lowprec.publish import facts
 
@@ -77,6 +80,12 @@ def _names(app) -> None:
     config.substitutions = {**config.substitutions, **NAMES}
 
 
+def _say_who(app, config) -> None:
+    """Tell book/_static/lowprec.js whom a reader cites."""
+    cited = {"title": config.html_title, "author": config.author, "version": __version__}
+    app.add_js_file(None, body=f"window.LOWPREC = {json.dumps(cited)}")
+
+
 class TitleFolds(SphinxPostTransform):
     """The outputs of a cell tagged `fold` unfold under its title (`lowprec.publish.form`)."""
 
@@ -93,6 +102,7 @@ class TitleFolds(SphinxPostTransform):
 
 def setup(app) -> dict:
     app.connect("builder-inited", _names, priority=600)  # after MyST has read its configuration
+    app.connect("config-inited", _say_who)
     app.connect("env-updated", _targets)
     app.add_post_transform(TitleFolds)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

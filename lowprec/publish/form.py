@@ -3,6 +3,8 @@
 A page whose first cell has a line `**Question.**` is in this form. Its author writes sections and
 tags cells; where the figure, the verdicts and the small print go is decided here. Tags: `lead`, the
 cell whose figure stands under the answer; `fold`, a cell shown under its first line when clicked.
+The book renders MyST; a fork, and a page with parameters of its own, are read in JupyterLab, which
+shows a directive as it is typed. So they fold with HTML, and their verdicts have no boxes.
 """
 
 from __future__ import annotations
@@ -33,16 +35,29 @@ def arrange(nb, about: dict, rerun: str, root: Path | None) -> None:
     """Lay out an executed notebook in place: the lead figure, folds, verdicts, place and rerun.
 
     rerun: what the last fold says. root: of the book that the page belongs to; None for one with
-    parameters of its own, whose verdicts stay where they are and which has no place.
+    parameters of its own, which has no place.
     """
+    of_book = root is not None and not about["notebook"].startswith("forks/")
+    fold = dropdown if of_book else details
     _move_lead(nb)
     for cell in nb.cells:
         if "fold" in cell.metadata.get("tags", []):
-            (_fold_markdown if cell.cell_type == "markdown" else _fold_outputs)(cell)
-    if root is not None:
+            _fold_markdown(cell, fold) if cell.cell_type == "markdown" else _fold_outputs(cell)
+    if of_book:
         _show_claims(nb)
+        _leave_out_silent(nb)
+    elif root is not None:
+        _show_in_place(nb)
+    if root is not None:
         nb.cells[0].source = with_place(nb, about, root)
-    nb.cells.append(_folded("Rerun, machine, files", rerun, "rerun"))
+    nb.cells.append(_folded("Rerun, machine, files", rerun, "rerun", fold))
+
+
+def _leave_out_silent(nb) -> None:
+    """Code that shows nothing, such as the set-up, is left to the notebook to be downloaded."""
+    for cell in nb.cells:
+        if cell.cell_type == "code" and not cell.outputs:
+            cell.metadata["tags"] = [*cell.metadata.get("tags", []), "remove-cell"]
 
 
 def _move_lead(nb) -> None:
@@ -65,10 +80,15 @@ def dropdown(title: str, text: str) -> str:
     return directive("dropdown", title, text)
 
 
-def _folded(title: str, text: str, id: str):
+def details(title: str, text: str) -> str:
+    """The same in HTML; the empty lines make what is inside Markdown again."""
+    return f"<details><summary>{html.escape(title)}</summary>\n\n{text.strip()}\n\n</details>"
+
+
+def _folded(title: str, text: str, id: str, fold=dropdown):
     from nbformat.v4 import new_markdown_cell
 
-    return new_markdown_cell(dropdown(title, text), id=id, metadata={"tags": [id]})
+    return new_markdown_cell(fold(title, text), id=id, metadata={"tags": [id]})
 
 
 def title_of(line: str) -> str:
@@ -76,9 +96,9 @@ def title_of(line: str) -> str:
     return line.strip().strip("#*").strip()
 
 
-def _fold_markdown(cell) -> None:
+def _fold_markdown(cell, fold) -> None:
     first, _, rest = cell.source.strip().partition("\n")
-    cell.source = dropdown(title_of(first), rest)
+    cell.source = fold(title_of(first), rest)
 
 
 def _fold_outputs(cell) -> None:
@@ -93,7 +113,8 @@ def _fold_outputs(cell) -> None:
 
 
 def _show_claims(nb) -> None:
-    """A box for a claim of weight `key`, and for a hypothesis of a fork; the others in one fold."""
+    """A box for a claim of weight `key`, and for a hypothesis in no claims file; the others in one
+    fold."""
     from lowprec.evidence.verdicts import Result
 
     rest = []
@@ -115,6 +136,18 @@ def _show_claims(nb) -> None:
         listed = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
         title = f"{len(rest)} more claim{'s' * (len(rest) > 1)} of this page: {listed}"
         nb.cells.append(_folded(title, "\n".join(map(line, rest)), "more-claims"))
+
+
+def _show_in_place(nb) -> None:
+    """Every verdict of a fork where it was made; how it was judged unfolds."""
+    from lowprec.evidence.verdicts import Result
+
+    for output in (o for cell in nb.cells for o in cell.get("outputs", [])):
+        if record := output.get("data", {}).get(CLAIM_MIME):
+            result = Result.from_dict(record)
+            judged = details("How it was judged", result.markdown().partition("\n\n")[2])
+            head = f"**{result.verdict.capitalize()}: {found(result)}.**"
+            output.data["text/markdown"] = f"{head} {result.claim.sentence}\n\n{judged}\n"
 
 
 def found(result) -> str:
@@ -243,7 +276,9 @@ def visible(nb) -> list[str]:
     return texts
 
 
-FOLD = re.compile(r"^(:{3,})\{dropdown\}.*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+FOLD = re.compile(
+    r"^(:{3,})\{dropdown\}.*?^\1[ \t]*$|^<details>.*?^</details>$", re.MULTILINE | re.DOTALL
+)
 
 
 def unfolded(text: str) -> str:

@@ -308,7 +308,7 @@ def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
 def _source_link(claim: Claim) -> str:
     """The number of a claim's page, or its name, linked to the notebook."""
     number = re.match(r"\d+(?=_)", claim.page)
-    said = f"page {number[0]}" if number else claim.page
+    said = f"page {number[0]}" if number else claim.page.replace("_", " ")
     return f"[{said}](notebooks/{claim.page}.ipynb)"
 
 
