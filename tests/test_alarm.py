@@ -1,11 +1,9 @@
-"""The alarm on trial: what a capture is judged by, half of it, a window's shares, a young model."""
+"""The alarm on trial: what a capture is judged by, half of it, a young model."""
 
-import pandas as pd
 import pytest
 
 from lowprec.diagnose import probe
 from lowprec.numerics.policy import SAFE
-from lowprec.records.runs import load_runs
 from lowprec.studies import alarm
 
 
@@ -28,15 +26,6 @@ def test_half_of_a_capture_is_what_its_first_rows_are(captures):
         assert kept.shape[-2] == rows // 2
         assert kept.equal(capture.tensors[name][..., : rows // 2, :])
     assert half.replay().max_ulp <= 1, "rows look back only"
-
-
-def test_the_share_of_a_step_is_its_error_over_its_gradient():
-    run = load_runs("windows").run.iloc[0]
-    table = alarm.shares(run)
-    raw = pd.read_parquet(run.path / "query_error.parquet").iloc[40]
-    share = float(raw.error_norm) / float(raw.grad_norm)
-    assert table.shape == (200, 36)
-    assert table.loc[raw.step, (raw.layer, raw["head"])] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("kind", alarm.KINDS)

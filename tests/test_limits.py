@@ -23,6 +23,7 @@ CONVERTED = [
     "38_where_the_sign_comes_from",
     "45_is_my_model_affected",
     "48_not_only_delta",
+    "49_a_fix_at_the_root",
     "63_a_study_of_bfloat16",
 ]
 """Pages in the new form that are held to the limits."""

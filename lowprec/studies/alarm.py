@@ -1,4 +1,4 @@
-"""The alarm of the probe on trial: captures, half of their rows, recorded windows, young models.
+"""The alarm of the probe on trial: captures, half of their rows, young models.
 
 What it reads, and its limits, are in `lowprec.diagnose.probe`.
 """
@@ -41,17 +41,6 @@ def first_half(capture):
     names = ("x", "q", "k", "v", "o", "do")
     cut = {name: capture.tensors[name].narrow(-2, 0, rows) for name in names}
     return dataclasses.replace(capture, tensors=capture.tensors | cut)
-
-
-def shares(run) -> pd.DataFrame:
-    """‖e‖/‖g‖ of each step of a recorded window, a column a (layer, head).
-
-    g is the gradient that the run computed, which with stored δ has e in it.
-    """
-    columns = ["step", "layer", "head", "error_norm", "grad_norm"]
-    table = pd.read_parquet(run.path / "query_error.parquet", columns=columns)
-    table["share"] = table.error_norm.astype(float) / table.grad_norm.astype(float)
-    return table.pivot(index="step", columns=["layer", "head"], values="share")
 
 
 def young(kind: str, seed: int, steps: int, length: int) -> pd.DataFrame:
