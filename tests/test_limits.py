@@ -26,6 +26,7 @@ CONVERTED = [
     "49_a_fix_at_the_root",
     "61_is_flash_attention_stable",
     "62_do_weights_drift_apart",
+    "63_a_study_of_bfloat16",
 ]
 """Pages in the new form that are held to the limits."""
 
