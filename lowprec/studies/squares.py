@@ -64,9 +64,8 @@ class Signs:
         """A column of the table, (batches, layers, heads)."""
         table = self.table
         some = table[(table.way == way) & (table.bits == bits) & (table.rounding == rounding)]
-        return some.pivot(index="batch", columns=HEAD, values=column).to_numpy().reshape(
-            -1, some.layer.nunique(), some["head"].nunique()
-        )  # fmt: skip
+        shape = [some[name].nunique() for name in ("batch", *HEAD)]
+        return some.sort_values(["batch", *HEAD])[column].to_numpy().reshape(shape)
 
     def parts(self, bits: int, rounding="nearest_even") -> tuple[np.ndarray, np.ndarray]:
         """The even and the odd part of the sum of eps, (batches, layers, heads) each."""
