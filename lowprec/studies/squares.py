@@ -31,7 +31,8 @@ class Ratio(NamedTuple):
     def __str__(self) -> str:
         """With as many digits as the interval deserves: "60 ± 7", "0.98 ± 0.05"."""
         digits = 0 if self.value >= 10 else 1 if self.half >= 0.5 else 2
-        return f"{self.value:.{digits}f} ± {self.half:.{digits}f}"
+        value = round(self.value, digits) + 0.0  # no minus zero
+        return f"{value:.{digits}f} ± {self.half:.{digits}f}"
 
     @property
     def sizes(self) -> tuple[float, float]:
