@@ -10,7 +10,7 @@ from __future__ import annotations
 import pandas as pd
 import torch
 
-from lowprec.evidence.heads import norms
+from lowprec.evidence.heads import end_of, norms
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.training.probes import query_error
 
@@ -23,9 +23,10 @@ def by_layer(config) -> pd.Series:
 
 
 def at_full_rate(run) -> pd.Series:
-    """Steps that a run has had by each step, in steps of the full learning rate: the warm-up counts
-    for less. What a constant bias would add up to."""
-    return (run.metrics.lr / run.info["config"]["lr"]).cumsum()
+    """Steps that a run has had by each step, up to its onset or its end, in steps of the full
+    learning rate: the warm-up counts for less. What a constant bias would add up to."""
+    rates = run.metrics.lr.iloc[: end_of(run)]
+    return (rates / run.info["config"]["lr"]).cumsum()
 
 
 def course(run, healthy, layer: int) -> pd.Series:
