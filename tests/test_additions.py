@@ -17,6 +17,7 @@ from lowprec.studies.additions import (
     bias,
     check_format,
     choose_pair,
+    counted,
     decided,
     draw_addition,
     largest_size,
@@ -250,6 +251,8 @@ def test_a_residual_decides_where_it_is_small_and_the_ties_are_halfway():
     shown = pairs[decided(pairs)]
     assert shown[["row", "feature"]].values.tolist() == [[1, 0]]
     assert not decided(pairs.assign(error=-pairs.error)).any()
+    (line,) = counted({"a": pairs}).itertuples(index=False, name=None)
+    assert line == ("a", 3, 6, pairs.residual.abs().median(), 4, 1)
 
 
 def test_a_capture_is_replayed_with_ties(captures):
@@ -265,13 +268,14 @@ def test_an_addition_is_drawn_bit_by_bit():
     """The worked addition: the ninth bit of the sum is 1, and the residual puts others behind."""
     total = -2.40625 - 2.296875 - 1815 * 2.0**-21
     fig, ax = plt.subplots()
-    table = draw_addition(ax, -2.40625, -2.296875, total, -4.71875, ("#111111",) * 3)
+    table, told = draw_addition(ax, -2.40625, -2.296875, total, -4.71875, ("#111111",) * 3)
     drawn = {text.get_text() for text in ax.texts}
     plt.close(fig)
     assert table.bits.tolist() == [
         "10011010", "10010011", "11100010111", "100101101000011100010111", "10010111",
         "100101101000000000000000", "10010110",
     ]  # fmt: skip
+    assert told.endswith("Without the residual the sum is −4.703125, rounded to −4.6875.")
     assert table.value.tolist()[-3:] == ["-4.71875", "-4.703125", "-4.6875"]
     assert "sum without residual  −4.703125" in drawn and "$2^{-21}$" in drawn
     assert len(ax.patches) == 4 * 8 + 24 + 11 + 24

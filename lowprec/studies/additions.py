@@ -21,6 +21,7 @@ from matplotlib.patches import Rectangle
 from lowprec import UserError
 from lowprec.attention.reference import emulate
 from lowprec.evidence.claims import Measured
+from lowprec.evidence.words import minus
 from lowprec.numerics.formats import BF16, Format, bit_fields, round_to, ulp
 
 RESIDUALS = ("none", "negative", "positive", "symmetric")
@@ -279,6 +280,21 @@ def decided(pairs):
     return halfway.numpy() & small & (pairs.residual * pairs.error > 0)
 
 
+def counted(by_capture) -> pd.DataFrame:
+    """What `tied_pairs` of each capture hold, by its name: a line a capture."""
+    return pd.DataFrame(
+        {
+            "capture": name,
+            "rows": pairs.row.nunique(),
+            "places": len(pairs),
+            "residual, median (ulp)": pairs.residual.abs().median(),
+            "below ¼ ulp": int((pairs.residual.abs() < 0.25).sum()),
+            "decided": int(decided(pairs).sum()),
+        }
+        for name, pairs in by_capture.items()
+    )
+
+
 def choose_pair(pairs, row=-1, feature=-1, small=0.25):
     """One place of `tied_pairs`: of those with a residual below `small` ulp and above 2^-16, an ulp
     of the FP32 sum, the largest error along the residual; without any, the smallest residual.
@@ -310,7 +326,7 @@ def draw_addition(ax, first, second, total, rounded, hues):
 
     total: the exact sum; rounded: the BF16 number it became. Below them stand the sum without the
     residual and what it becomes. hues: of the bits kept, of the rounding bit and of those behind
-    it. Returns the rows as a table: row, value, bits.
+    it. Returns the rows as a table of row, value and bits, and what they show in words.
     """
     ties = first + second
     bare = round_to(torch.tensor(ties, dtype=torch.float64), BF16).item()
@@ -335,7 +351,12 @@ def draw_addition(ax, first, second, total, rounded, hues):
         ax.text(place + 0.5, 15.9, f"$2^{{{top - 1 - place}}}$", ha="center", fontsize=9)
     ax.set(xlim=(-0.1, 24.1), ylim=(0.9, 16.5))
     ax.axis("off")
-    return pd.DataFrame(table, columns=["row", "value", "bits"])
+    told = (
+        f"An addition in binary. Two numbers of eight bits and a residual add up to {total:.9g}, "
+        f"rounded to {rounded:.9g}. Without the residual the sum is {ties:.9g}, rounded to "
+        f"{bare:.9g}."
+    )
+    return pd.DataFrame(table, columns=["row", "value", "bits"]), minus(told)
 
 
 def _placed(x, stored, top):
