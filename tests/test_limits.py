@@ -21,12 +21,16 @@ CONVERTED = [
     "33_the_drift_has_a_sign",
     "34_from_drift_to_spike",
     "36_one_biased_addition",
+    "37_bias_without_ties",
     "38_where_the_sign_comes_from",
+    "39_a_bias_is_enough",
     "45_is_my_model_affected",
     "48_not_only_delta",
     "49_a_fix_at_the_root",
+    "51_what_it_costs",
     "61_is_flash_attention_stable",
     "62_do_weights_drift_apart",
+    "63_a_study_of_bfloat16",
 ]
 """Pages in the new form that are held to the limits."""
 
