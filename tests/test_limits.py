@@ -21,6 +21,7 @@ CONVERTED = [
     "33_the_drift_has_a_sign",
     "34_from_drift_to_spike",
     "38_where_the_sign_comes_from",
+    "39_a_bias_is_enough",
     "45_is_my_model_affected",
     "48_not_only_delta",
     "49_a_fix_at_the_root",

@@ -64,16 +64,6 @@ def test_page_24_how_often_the_largest_sum_of_all_heads_names_the_first(recorded
     assert list(sum(named(*names) for names in bf16)) == [8, 28]
 
 
-def test_page_39_what_was_put_in_and_what_rounding_has(recorded):
-    for run in chosen(recorded, "mini", "fa2"):
-        tables = [sums(run, 500, 1500), sums(run, 500, 1500).sum()]
-        heads, every = (x.delta_bias / x.delta_abs for x in tables)
-        assert 0.0025 < every < heads.max() < 0.02
-        assert (heads > 0.0025).mean() < 0.2, "page 39 says that 0.25 % is more than most have"
-    few = [run.explosion is not None for run in chosen(recorded, "drift", "bias-eighth")]
-    assert sorted(few) == [False, False, False, True]
-
-
 def test_page_41_ties_with_the_rule(recorded):
     def share(run, step):
         some = run.probes[run.probes.step == step]
