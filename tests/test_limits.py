@@ -25,8 +25,10 @@ CONVERTED = [
     "45_is_my_model_affected",
     "48_not_only_delta",
     "49_a_fix_at_the_root",
+    "51_what_it_costs",
     "61_is_flash_attention_stable",
     "62_do_weights_drift_apart",
+    "63_a_study_of_bfloat16",
 ]
 """Pages in the new form that are held to the limits."""
 

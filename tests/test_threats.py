@@ -521,9 +521,6 @@ def test_what_first_screens_count(recorded):
     assert len(whole) == 4 and all(steps <= low[seed] for seed, steps in whole.items()), MEND
     sooner = sum(run.explosion.onset < whole[seed] for seed, run in scores.items())
     assert (sooner, len(scores)) == (2, 4) and "but two of them sooner" in first_screen(47)
-    unsure = [c.id for c in REGISTRY.values()
-              if c.id.startswith("bfloat-gpt") and c.verdict == "inconclusive"]  # fmt: skip
-    assert len(unsure) == 4 and not any("fp16" in id for id in unsure), "page 63: FP16 alone"
 
 
 def test_one_failing_capture_has_a_common_part_of_some_hundreds(captures):

@@ -12,9 +12,7 @@ from lowprec.attention import trace
 from lowprec.evidence.heads import sums, take_offs
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.records import explosion
-from lowprec.studies import mixed_runs
 from lowprec.studies.crossed import WAYS
-from lowprec.studies.deviation import estimate
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
@@ -195,19 +193,6 @@ def test_page_32_how_much_of_the_errors_adds_up():
         lengths = table.error_norm.astype(float)
         assert low < float(table.sum_norm.iloc[-1]) / lengths.sum() < high, name
         assert 0.07 < (lengths**2).sum() ** 0.5 / lengths.sum() < 0.14, name
-
-
-def test_page_63_what_the_first_screen_says():
-    found = {name: mixed_runs.load(name, ROOT / "data/mixed")[1]
-             for name in ("digits", "text", "gpt", "digits-many", "text-many")}  # fmt: skip
-    loss = {n: t.pivot(index="seed", columns="arm", values="loss") for n, t in found.items()}
-    assert [len(loss[name]) for name in ("digits-many", "text-many", "gpt")] == [64, 64, 3]
-    for name in ("digits-many", "text-many"):
-        for arm, base in (("bf16", "fp32"), ("bf16-truncated", "bf16"), ("fp16", "fp32")):
-            e = estimate((loss[name][arm] - loss[name][base]).tolist())
-            assert e.low < 0 < e.high, "not seen to cost"
-    ends = {name: t[t.arm == "fp16"].vanished_logits.mean() for name, t in found.items()}
-    assert ends["text"] < 0.5 < ends["digits"] < 0.9 < ends["gpt"], "more than half, nearly all"
 
 
 def test_page_47_fp16_has_few_tied_maxima(recorded):
