@@ -20,6 +20,7 @@ CONVERTED = [
     "32_a_common_direction",
     "33_the_drift_has_a_sign",
     "34_from_drift_to_spike",
+    "37_bias_without_ties",
     "38_where_the_sign_comes_from",
     "39_a_bias_is_enough",
     "45_is_my_model_affected",

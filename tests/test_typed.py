@@ -220,17 +220,6 @@ def test_page_45_the_probe_does_not_see_p(recorded):
     assert all(run.explosion.confirmed for run in of)
 
 
-def test_page_37_how_large_the_sum_is_beside_its_law():
-    crossed, alone = (pd.read_parquet(ROOT / "data/runs" / name) for name in
-                      ("crossed/crossed.parquet", "amount/alone.parquet"))  # fmt: skip
-    total = crossed[crossed.way == "FP16"].groupby(["arm", "seed"])[["eps", "eps_sq"]].sum()
-    law = total.eps / (32 * 1024 * total.eps_sq)
-    assert len(law) == 16 and 0.45 < law.min() < law.max() < 0.95, "half to nine tenths"
-    total = alone.groupby(["way", "seed"])[["eps", "eps_sq"]].sum()
-    law = total.eps / (32 * 1024 * total.eps_sq)
-    assert len(law) == 32 and 0.55 < law.min() < law.max() < 0.95, "six to nine tenths"
-
-
 def test_page_26_a_larger_batch(recorded):
     tokens = json.loads((ROOT / "data/corpora/pysource.json").read_text())["tokens"]
     small = {run.seed: run.explosion.onset for run in chosen(recorded, "mini", "fa2")}
