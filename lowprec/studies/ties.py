@@ -24,7 +24,7 @@ from lowprec.evidence.heads import end_of, take_offs
 from lowprec.numerics.formats import BF16, round_to, ulp
 from lowprec.numerics.policy import PrecisionPolicy
 
-EDGES = [0, 0.25, 0.5, 1, 4, 16, 64, 128, np.inf]
+EDGES = [0, 0.25, 0.5, 1, 4, 16, 64, 128]
 """Ends of the classes of |residual|, in ulp."""
 
 
@@ -162,8 +162,7 @@ def sums(h) -> dict[str, float]:
 
 
 def tied_excess(h, generator=None) -> float:
-    """Σeps/Σ|eps| of tied rows minus that of the others; of resampled rows with a numpy generator.
-    """
+    """Σeps/Σ|eps| of tied rows less that of the others; with a generator, of rows resampled."""
     ratio = []
     for kind in (h.k[:, 0] > 1, h.k[:, 0] == 1):
         eps = h.eps[kind].numpy()
