@@ -4,18 +4,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 from lowprec import UserError
+from lowprec.evidence.verdicts import Measured
 from lowprec.numerics.formats import BF16, E4M3, FP16, round_to, ulp
+from lowprec.publish.plots import subplots
 from lowprec.studies.additions import (
+    FINITE,
     RESIDUALS,
     Bias,
+    all_pairs,
     as_table,
     bias,
     check_format,
     choose_pair,
+    decided,
+    draw_addition,
     output_errors,
     residual,
+    second_operands,
+    significant_bits,
     sum_error,
     sum_fp32,
     tensor_core_sum,
@@ -41,6 +50,35 @@ def test_the_worked_addition():
     assert tie.item() == 0.5
 
 
+def test_the_second_operand_of_the_worked_addition_is_found_by_trying_all():
+    printed = "1 10000001 00101101000011100010111"
+    assert second_operands(-2.40625, -0.0008654594421387, printed) == [-2.296875]
+    assert second_operands(2.40625, 0.0008654594421387, "0" + printed[1:]) == [2.296875]
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert every.isfinite().sum() == FINITE
+
+
+def test_an_addition_is_drawn_by_its_bits_and_tells_what_it_drew():
+    fig, ax = subplots()
+    rows = [
+        ("a", -2.5, None),
+        ("rest", -(2.0**-9), -4.501953125),
+        ("sum", -4.501953125, -4.501953125),
+    ]
+    drawn = draw_addition(ax, rows, ("#0000ff", "#ff0000", "#ffff00"))
+    assert drawn.bits.tolist() == ["10100000", "1000000000000", "100100000001000000000000"]
+    assert drawn.value.tolist() == ["-2.5", "-0.001953125", "-4.501953125"]
+    tints = [to_hex(box.get_edgecolor()) for box in ax.patches]
+    assert tints[:8] == ["#0000ff"] * 8 and tints[8:21] == ["#ffff00"] * 13
+    assert tints[21:] == ["#0000ff"] * 8 + ["#ff0000"] + ["#ffff00"] * 15
+    assert [text.get_text() for text in ax.texts][8] == "a  −2.5"
+
+
+@pytest.mark.parametrize("p, bits", [(1, 1), (0.5, 1), (0.75, 2), (0.625, 3), (1.9921875, 8)])
+def test_significant_bits(p, bits):
+    assert significant_bits(p, BF16) == bits
+
+
 @pytest.mark.parametrize("fmt", [BF16, E4M3])
 @pytest.mark.parametrize("r", [0.0, -(2.0**-8), 2.0**-8])
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -55,6 +93,9 @@ def test_all_pairs_of_one_binade_are_biased_by_a_quarter_less_the_residual(fmt, 
     lower = 1 if r * sign < 0 else 0
     expected = (r > 0) * (0.25 - r) - (r < 0) * (0.25 + r) - lower * r / count**2
     assert error.mean().item() == pytest.approx(expected, abs=1e-15)
+    if sign < 0:  # `all_pairs` has the ulp of the upper binade for all
+        assert all_pairs(fmt, r).shape == (count, count)
+        assert all_pairs(fmt, r).mean().item() == (r > 0) * (0.25 - r) - (r < 0) * (0.25 + r)
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16, E4M3])
@@ -90,6 +131,8 @@ def test_bias_is_the_mean_with_its_interval():
     assert b.half == pytest.approx(1.96 * (0.6875 / 3) ** 0.5 / 2)
     assert b.interval == (-0.125 - b.half, -0.125 + b.half)
     assert b.size_interval == (0.0, 0.125 + b.half)
+    assert b.signed == Measured(-0.125, 4, b.interval)
+    assert b.sized == Measured(0.125, 4, b.size_interval)
 
 
 def test_a_table_has_a_column_for_each_key():
@@ -178,6 +221,9 @@ def test_a_captured_pair_is_chosen_by_residual_then_by_error():
     assert pairs.key_1.eq(0).all() and pairs.key_2.eq(1).all()
     assert pairs.residual.tolist() == pytest.approx([0, -0.064, -56], rel=1e-3)
     assert pairs.error.tolist() == pytest.approx([0.5, -0.436, 0.5], abs=1e-3)
+    assert decided(pairs).tolist() == [False, False, False]
+    halfway = pairs.assign(v_2=-2.296875, residual=[-0.1, -0.1, 0.6], error=[-0.4, 0.4, 0.1])
+    assert decided(halfway.assign(v_1=-2.40625)).tolist() == [True, False, False]
     assert choose_pair(pairs).row == 2 == choose_pair(pairs, feature=0).row  # along its residual
     assert choose_pair(pairs[1:], small=0.01).row == 2
     assert choose_pair(pairs, row=3).row == 3

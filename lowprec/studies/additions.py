@@ -19,7 +19,8 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 
 from lowprec import UserError
-from lowprec.numerics.formats import BF16, Format, round_to, ulp
+from lowprec.evidence.verdicts import Measured
+from lowprec.numerics.formats import BF16, Format, bit_fields, round_to, ulp
 
 RESIDUALS = ("none", "negative", "positive", "symmetric")
 
@@ -41,6 +42,16 @@ class Bias(NamedTuple):
     def size_interval(self):
         """The same for the mean's absolute value."""
         return max(abs(self.mean) - self.half, 0.0), abs(self.mean) + self.half
+
+    @property
+    def signed(self) -> Measured:
+        """The mean, as a claim takes it."""
+        return Measured(self.mean, self.n, self.interval)
+
+    @property
+    def sized(self) -> Measured:
+        """Its absolute value, as a claim takes it."""
+        return Measured(abs(self.mean), self.n, self.size_interval)
 
 
 def bias(error):
@@ -225,6 +236,77 @@ def choose_pair(pairs, row=-1, feature=-1, small=0.25):
     if near.empty:
         return pairs.loc[pairs.residual.abs().idxmin()]
     return pairs.loc[(near.error * np.sign(near.residual)).idxmax()]
+
+
+def decided(pairs) -> pd.Series:
+    """In which of `tied_pairs` a residual below half an ulp, and above an ulp of the FP32 sum,
+    decides a halfway case of the two ties: where the paper's mechanism shows."""
+    ties = torch.tensor((pairs.v_1 + pairs.v_2).to_numpy())
+    halfway = (round_to(ties, BF16) - ties).abs() == ulp(ties, BF16) / 2
+    small = pairs.residual.abs().between(2**-16, 0.5, inclusive="neither")
+    return halfway.numpy() & small & (pairs.residual * pairs.error > 0)
+
+
+def second_operands(first: float, rest: float, printed: str) -> list[float]:
+    """The BF16 numbers x for which (first + rest) + x in FP32 has the bits `printed`; all finite
+    ones are tried, `FINITE` of them. printed: sign, exponent and significand as 0 and 1."""
+    every = (torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32)
+    every = every[every.isfinite()]
+    sums = (torch.tensor(first) + torch.tensor(rest)) + every
+    bits = int(printed.replace(" ", ""), 2)
+    return every[sums.view(torch.int32) == bits - 2**32 * (bits >= 2**31)].tolist()
+
+
+FINITE = 2**16 - 2**8
+"""How many bit patterns of BF16 are finite numbers."""
+
+
+def all_pairs(fmt, r: float) -> torch.Tensor:
+    """Errors in ulp of the sums of all pairs of numbers of `fmt` in −[2, 4) and a residual of r
+    ulp, rounded once; an ulp is that of the sums, (count, count) float64."""
+    count = 2**fmt.significand_bits
+    values = -(2 + 2.0 * torch.arange(count).double() / count)
+    step = 4 / count
+    exact = values[:, None] + values + r * step
+    return (round_to(exact, fmt) - exact) / step
+
+
+def significant_bits(p: float, fmt) -> int:
+    """How many significant bits a number of `fmt` has: 1 for a power of two."""
+    return 1 + len(bit_fields(p, fmt).significand.rstrip("0"))
+
+
+def draw_addition(ax, rows, colours) -> pd.DataFrame:
+    """Numbers in binary below each other, aligned at the binary point; returns what is drawn.
+
+    rows: (text, value, of), from top to bottom. of: the sum whose last places a value has, which
+    are coloured: kept, rounding bit, sticky bits; or None for one that has 8 bits. colours: three.
+    """
+    kept, rounding, sticky = colours
+    top = max(math.frexp(value)[1] for _, value, _ in rows) - 1
+    drawn = []
+    for i, (text, value, of) in enumerate(rows):
+        bits, y = _places(value, 24 if of else 8, top), -2.3 * i
+        tints = kept
+        if of:
+            left = 9 + top - math.frexp(of)[1]
+            tints = ([kept] * left + [rounding] + [sticky] * 24)[:24]
+        draw_bits(ax, 0, y, bits, tints)
+        said = f"{text}  {value:.9g}".replace("-", "−")
+        ax.text(0, y + 1.2, said, va="center", fontsize=10)
+        drawn.append((text, repr(value), bits.strip()))
+    for x, power in ((0.5, top), (8.5, top - 8), (23.5, top - 23)):
+        ax.text(x, 1.9, f"$2^{{{power}}}$", ha="center", fontsize=9)
+    ax.set(xlim=(-0.1, 24.1), ylim=(y - 0.2, 2.6))
+    ax.axis("off")
+    return pd.DataFrame(drawn, columns=["row", "value", "bits"])
+
+
+def _places(x: float, stored: int, top: int) -> str:
+    """The 24 places of |x| from 2^top on, of which it fills `stored` from its first 1 on."""
+    text = f"{int(abs(x) * 2 ** (23 - top)):024b}"
+    start = text.find("1") % 25
+    return (" " * start + text[start : start + stored]).ljust(24)
 
 
 def draw_bits(ax, x, y, bits, colour, digits=True):
