@@ -221,7 +221,7 @@ def test_a_captured_pair_is_chosen_by_residual_then_by_error():
     assert pairs.key_1.eq(0).all() and pairs.key_2.eq(1).all()
     assert pairs.residual.tolist() == pytest.approx([0, -0.064, -56], rel=1e-3)
     assert pairs.error.tolist() == pytest.approx([0.5, -0.436, 0.5], abs=1e-3)
-    assert decided(pairs).tolist() == [False, False, False]
+    assert decided(pairs).tolist() == [False, True, False]
     halfway = pairs.assign(v_2=-2.296875, residual=[-0.1, -0.1, 0.6], error=[-0.4, 0.4, 0.1])
     assert decided(halfway.assign(v_1=-2.40625)).tolist() == [True, False, False]
     assert choose_pair(pairs).row == 2 == choose_pair(pairs, feature=0).row  # along its residual

@@ -13,7 +13,8 @@ from lowprec.publish import form, limits
 ROOT = Path(__file__).resolve().parent.parent
 CONVERTED = [
     "10_my_run_exploded", "11_the_explosion", "23_delta_carries_it", "31_the_gradient_error",
-    "32_a_common_direction", "35_why_rounding_is_biased", "36_one_biased_addition", "38_where_the_sign_comes_from", "48_not_only_delta",
+    "32_a_common_direction", "35_why_rounding_is_biased", "36_one_biased_addition",
+    "38_where_the_sign_comes_from", "48_not_only_delta",
 ]  # fmt: skip
 """Pages in the new form that are held to the limits."""
 
