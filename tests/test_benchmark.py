@@ -1,13 +1,16 @@
 """What of the benchmark runs without a GPU."""
 
 import datetime
+import json
 import sys
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lowprec import UserError, entry
+from lowprec import UserError, entry, plots
 from lowprec.studies import benchmark, mixed_runs, peers
 from lowprec.studies.benchmark import Case, Inputs, floors, need_gpu, training_step
 
@@ -77,3 +80,58 @@ def test_without_a_gpu_it_says_so():
         pytest.skip("there is a GPU")
     with pytest.raises(UserError, match="needs an NVIDIA GPU"):
         need_gpu()
+
+
+def made_record(**steps):
+    """A record of attention with FA2 and a changed policy, and of training steps."""
+    cases = [vars(Case(policy=p)) | dict(forward_ms=1.0, backward_ms=x, peak_mib=100 * x)
+             for p, x in (("FA2", 1.0), ("FA2+row_sum=removed", 2.0))]  # fmt: skip
+    cases.insert(0, vars(Case(seqlen=512)) | dict(forward_ms=9.0, backward_ms=9.0, peak_mib=9.0))
+    rows = [dict(policy=p, impl="triton", tokens_per_second=x, peak_mib=50.0)
+            for p, x in ({"FA2": 1000.0} | steps).items()]  # fmt: skip
+    return dict(cases=cases, training=rows)
+
+
+def test_a_policy_is_set_beside_another_as_far_as_a_record_has_it():
+    removed = "FA2+row_sum=removed"
+    found = benchmark.relative(made_record(**{removed: 990.0}), removed)
+    assert found == {"time": 1.5, "memory": 2.0, "step speed": 0.99, "step memory": 1.0}
+    assert list(benchmark.relative(made_record(), removed)) == ["time", "memory"]
+    assert benchmark.relative(made_record(), "LOW") == benchmark.relative({}, removed) == {}
+
+
+def test_the_newest_record_with_a_policy_is_found(monkeypatch):
+    some, other = made_record(LOW=900.0), made_record(PAPER=800.0)
+    records = {"2026-01-01-a": made_record(LOW=1.0), "2026-01-02-a": some, "2026-01-03-a": other}
+    monkeypatch.setattr(benchmark, "recorded", lambda: records)
+    assert benchmark.newest_with("LOW", "FA2") is some
+    assert benchmark.newest_with("PAPER") is other and benchmark.newest_with("RELEASED") == {}
+
+
+SPEEDS = {
+    "FA2+delta_from=o_fp32": 980.0,
+    "FA2+row_sum=removed": 995.0,
+    "FA2+row_sum=refined": 950.0,
+}
+
+
+@pytest.mark.parametrize(
+    "record, price, ratio",
+    [(made_record(), "to come", None),
+     (made_record(**SPEEDS) | dict(hardware="GPU"),
+      "0.980 of the speed with clean, 0.995 of the speed with mean, 0.950 of the speed with "
+      "refined, on one GPU", 0.995)],
+)  # fmt: skip
+def test_the_page_of_the_fix_has_its_price_once_it_is_recorded(monkeypatch, record, price, ratio):
+    path = Path(__file__).resolve().parent.parent / "notebooks" / "49_a_fix_at_the_root.ipynb"
+    (cell,) = (c for c in json.loads(path.read_text())["cells"] if c["id"] == "price")
+    monkeypatch.setattr(benchmark, "recorded", lambda: {"2026-12-01-a": record})
+    said, shown = {}, []
+    names = dict(
+        pd=pd, plots=plots, benchmark=benchmark, display=shown.append, STORED="stored", MEAN="mean",
+        POLICIES=dict(zip(("stored", "clean", "mean", "refined"), ("FA2", *SPEEDS), strict=True)),
+        facts=lambda **values: said.update(values), check=lambda **values: said.update(values),
+    )  # fmt: skip
+    exec("".join(cell["source"]), names)
+    assert said == {"price": price, "root_price": ratio}
+    assert ("0.995" in shown[0].to_html()) == (ratio is not None)

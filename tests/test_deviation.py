@@ -1,7 +1,9 @@
 """Baseline and flash attention rounded everywhere: against float64, `emulate`, and by symmetry."""
 
 import math
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 
@@ -10,16 +12,25 @@ from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import BF16, round_to
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.studies.deviation import (
+    ON_CAPTURES,
     baseline,
+    both_ways,
+    by_length,
     deviations,
     estimate,
     every_site,
     factor,
     flash,
+    on_captures,
+    placements,
     random_inputs,
     tied_inputs,
+    tiled,
+    times,
     typical,
 )
+
+KEYS = ["keys", "form", "seed"]
 
 
 def draws(fmt="bf16", keys=64):
@@ -123,6 +134,76 @@ def test_estimates():
     assert factor(ratio).high == pytest.approx(ratio.high)
     assert factor(typical([0.5, 0.125, 0.25])).mean == pytest.approx(4)
     assert factor(typical([0.5, 1.0, 2.0])).low == 1
+
+
+def test_every_place_to_round_in_fp32_is_attention_and_in_bf16_its_own():
+    inputs = draws()
+    for pair in placements(inputs, "fp32", 16).values():
+        for o in pair:
+            torch.testing.assert_close(o.double(), exact(inputs), atol=1e-6, rtol=1e-5)
+    found = placements(inputs, "bf16", 16)
+    assert torch.equal(found["FA2"][0], emulate(*inputs, "FA2", 16, causal=False).o)
+    assert torch.equal(found["FA2"][1], baseline(*inputs, PrecisionPolicy(p="bf16", o="bf16")))
+    tiles = [pair[0] for pair in found.values()]
+    assert not any(torch.equal(a, b) for i, a in enumerate(tiles) for b in tiles[:i])
+
+
+def test_both_ways_measure_from_float64_and_from_each_other():
+    inputs = draws()
+    tiles, base = tiled(inputs, every_site(BF16), 16), baseline(*inputs, every_site(BF16))
+    found = both_ways(inputs, BF16, 16)
+    assert found["flash"].equals(deviations(tiles, exact(inputs)))
+    assert found["baseline"].equals(deviations(base, exact(inputs)))
+    assert found["flash − baseline"].equals(deviations(tiles, base))
+
+
+def test_by_length_measures_each_length_whatever_is_computed_at_once():
+    table = by_length((32, 64), range(3), 8, 16, "bf16", 16, 2)
+    in_parts = by_length((32, 64), range(3), 8, 16, "bf16", 16, 2, at_once=64)
+    pd.testing.assert_frame_equal(*(t.set_index(KEYS).sort_index() for t in (table, in_parts)))
+    of = {key: rows.reset_index(drop=True) for key, rows in table.groupby(["keys", "form"])}
+    assert len(of) == 10 and all(rows.seed.tolist() == [0, 1, 2] for rows in of.values())
+    inputs = draws()
+    for form, tile in (("flash, tiles of 16", 16), ("flash, 2 tiles", 32)):
+        by_hand = deviations(tiled(inputs, every_site(BF16), tile), exact(inputs))
+        assert of[64, form][list(by_hand)].equals(by_hand)
+        assert (of[64, form].relative == by_hand["max"] / by_hand.rms).all()
+    kept = every_site(BF16).replace(l="fp32")
+    by_hand = deviations(tiled(inputs, kept, 16), exact(inputs))
+    assert of[64, "ℓ in FP32"][list(by_hand)].equals(by_hand)
+
+
+def test_on_captures_compares_the_last_queries_with_the_keys_that_all_of_them_see():
+    q, k, v = (torch.randn(1, 1, 8, 16).bfloat16() for _ in range(3))
+    capture = SimpleNamespace(tensors=dict(q=q, k=k, v=v))
+
+    def off(*inputs):
+        assert [t.shape[-2] for t in inputs] == [3, 6, 6]
+        return exact(inputs) + 0.5
+
+    table = on_captures({"a": capture}, last=3, forms={"off": off, "flash": flash_16})
+    rows = q[..., -3:, :].float(), k[..., :6, :].float(), v[..., :6, :].float()
+    assert table.at["a", "off"] == pytest.approx(50 / exact(rows).square().mean().sqrt().item())
+    assert 0 < table.at["a", "flash"] < 10
+
+
+def flash_16(*inputs):
+    return tiled(inputs, "FA2", 16)
+
+
+@pytest.mark.parametrize("form", ["PyTorch flash", "PyTorch plain"])
+def test_pytorchs_kernels_are_attention_on_bf16_inputs(form):
+    inputs = draws()
+    o = ON_CAPTURES[form](*inputs)
+    assert o.dtype == torch.bfloat16
+    assert 0 < deviations(o, exact(inputs))["max"].max() < 0.01
+
+
+def test_times_is_the_ratio_of_the_largest():
+    over, under = (
+        deviations(torch.tensor([[x, 0.0], [2 * x, 0.0]]), torch.zeros(2, 2)) for x in (3.0, 1.5)
+    )
+    assert times(over, under).mean == pytest.approx(2)
 
 
 def test_mistakes_are_named():

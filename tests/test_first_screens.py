@@ -21,7 +21,7 @@ BOOK = ROOT / "book"
 README = (ROOT / "README.md").read_text()
 INTRO = (BOOK / "intro.md").read_text()
 SCREENS = ("README.md", "data/README.md", *(f"book/{name}.md" for name in (
-    "intro", "how_to_read", "take_it_home", "statements", "argument"
+    "intro", "how_to_read", "take_it_home", "write_kernels", "statements", "argument"
 )))  # fmt: skip
 
 
@@ -65,7 +65,10 @@ def test_what_is_said_of_locks_is_in_them(name):
     cited = re.findall(r"""\{\{ claim\("([\w-]+)"(?:, "(.*?)")?\)\.(\w+) \}\}""", text)
     for id, how, part in cited:
         assert facts.locked_claim(id, part, how)
-    assert text.count("{{") == len(cited)
+    said = re.findall(r"""\{\{ fact\("([\w-]+)", "(\w+)"\) \}\}""", text)
+    for page, name_of in said:
+        assert facts.locked_fact(page, name_of)
+    assert text.count("{{") == len(cited) + len(said)
 
 
 def test_the_blocks_of_readme_run():

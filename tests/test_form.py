@@ -61,8 +61,11 @@ def test_the_lead_figure_is_moved_under_the_answer():
 
 def test_code_that_shows_nothing_is_in_the_notebook_alone():
     some = [cell("seed = 3", tags=["parameters"]), cell("draw()", figure())]
-    silent = {name: ["remove-cell" in c.metadata.get("tags", []) for c in page_of(*some, name=name).cells]
-              for name in ("11_the_explosion", "forks/mine")}  # fmt: skip
+    pages = {name: page_of(*some, name=name).cells for name in ("11_the_explosion", "forks/mine")}
+    silent = {
+        name: ["remove-cell" in cell.metadata.get("tags", []) for cell in cells]
+        for name, cells in pages.items()
+    }
     assert silent["11_the_explosion"][1:3] == [True, False] and not any(silent["forks/mine"])
 
 

@@ -12,10 +12,25 @@ from lowprec.publish import form, limits
 
 ROOT = Path(__file__).resolve().parent.parent
 CONVERTED = [
-    "10_my_run_exploded", "11_the_explosion", "23_delta_carries_it", "31_the_gradient_error",
-    "32_a_common_direction", "35_why_rounding_is_biased", "36_one_biased_addition",
-    "38_where_the_sign_comes_from", "48_not_only_delta",
-]  # fmt: skip
+    "10_my_run_exploded",
+    "11_the_explosion",
+    "23_delta_carries_it",
+    "25_a_larger_model",
+    "31_the_gradient_error",
+    "32_a_common_direction",
+    "33_the_drift_has_a_sign",
+    "34_from_drift_to_spike",
+    "35_why_rounding_is_biased",
+    "36_one_biased_addition",
+    "38_where_the_sign_comes_from",
+    "45_is_my_model_affected",
+    "48_not_only_delta",
+    "49_a_fix_at_the_root",
+    "51_what_it_costs",
+    "61_is_flash_attention_stable",
+    "62_do_weights_drift_apart",
+    "63_a_study_of_bfloat16",
+]
 """Pages in the new form that are held to the limits."""
 
 

@@ -1,6 +1,8 @@
 """Row sums of dS out of dQ from outside a kernel: by a channel of ones, and by centred keys."""
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,3 +217,26 @@ def test_centred_keys_give_the_same_attention_and_a_dk_without_a_mean():
     before = gradients(lambda q, k, v: attention(q, k, v, policy, impl="emulate"), *some)
     assert error(of_centred[1], plain[1]) < 0.5 * error(before[1], plain[1])
     assert of_centred[2].double().mean(-2).norm() < before[2].double().mean(-2).norm()
+
+
+def test_the_page_for_people_who_write_kernels_runs():
+    """Its loop is dQ of the policy and the delta that dK takes; what it says of a capture holds."""
+    page = (Path(__file__).resolve().parent.parent / "book" / "write_kernels.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    q, k, v, do = (x[0, 0] for x in inputs(shape=(1, 1, 160, 32)))
+    rows = slice(96, 160)
+    for value in ("removed", "refined"):
+        t = emulate(*(x[None, None] for x in (q, k, v)), FA2.replace(row_sum=value),
+                    do=do[None, None])  # fmt: skip
+        lse, delta = (x[0, 0, rows] for x in (t.lse, t.delta))
+        dq, delta_dk = names["dq_of_rows"](
+            q[rows], k, v, do[rows], lse, delta, 32**-0.5, 96, value == "refined"
+        )
+        assert error(dq, t.dq[0, 0, rows].double()) < 1e-3
+        torch.testing.assert_close(delta_dk, delta + t.row_sum[0, 0, rows], rtol=1e-3, atol=1e-4)
+    assert names["error_of_dq"](scaled_dot_product_attention) > 0.1
+    assert names["error_of_dq"](names["around"]) < 0.01

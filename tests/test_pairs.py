@@ -76,6 +76,16 @@ def test_pairs_of_a_campaign(folder):
     assert row.moved.item() == pytest.approx(np.sqrt((gone.astype(float) ** 2).mean()), rel=1e-6)
 
 
+def test_a_ratio_is_by_seed_and_over_the_largest_of_two_seeds(folder):
+    table = pairs.compare(folder, ["low:plain", "plain:plain"])
+    mine = pairs.along(table, "low:plain", "largest").loc[2]
+    of_seeds = pairs.along(table, "plain:plain", "largest").loc[2].item()
+    found = pairs.over(table, "low:plain", "plain:plain", "largest")
+    assert found.index.tolist() == [0, 1]
+    assert found.tolist() == (mine / of_seeds).tolist()
+    assert (pairs.over(table, "low:plain", "low:plain", "mean") == 1).all()
+
+
 def test_the_table_on_disk_says_which_runs(folder, capsys):
     pairs.main([str(folder), "low:plain", "--device", "cpu"])
     table = pd.read_parquet(folder / "weights.parquet")

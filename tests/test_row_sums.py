@@ -126,7 +126,12 @@ def test_the_rule_compares_dq_on_failing_heads_of_fa2():
         ("c", True, "LOW", "o", "mean key", 1.0),
     ]  # fmt: skip
     columns = ["capture", "failing", "base", "delta", "change", "dq"]
-    assert row_sums.against_safe(pd.DataFrame(rows, columns=columns)).to_dict() == {"a": 12.0}
+    table = pd.DataFrame(rows, columns=columns)
+    assert row_sums.against_safe(table).to_dict() == {"a": 12.0}
+    both = row_sums.against_safe(table, bases=("FA2", "LOW"))
+    assert both.to_dict() == {"a": 12.0, "c": 1.0}
+    other = row_sums.against_safe(table.assign(dk=2 * table.dq + 1), of="dk")
+    assert other.to_dict() == {"a": 6.5}
 
 
 def test_families_without_a_common_part_are_not_harmed():
@@ -178,8 +183,5 @@ def test_the_recorded_table_decides_the_prediction():
 def test_refined_leaves_less_than_safe_of_dq_and_dk_in_each_failing_head():
     """Of dK only under FA2: under LOW its error is in what scores and l are rounded to."""
     table = dated.recorded("row_sums", **row_sums.PARAMETERS)["left"]
-    failing = table[table.failing].set_index(["base", "capture", "delta", "change"]).sort_index()
-    for of, least in (("dq", 5), ("dk", 1)):
-        by = failing[of].unstack(["delta", "change"])
-        times = by["o_fp32", "none"] / by["o", "refined"]
-        assert (times if of == "dq" else times["FA2"]).min() > least
+    assert row_sums.against_safe(table, "refined", bases=("FA2", "LOW")).min() > 5
+    assert row_sums.against_safe(table, "refined", of="dk").min() > 1

@@ -9,14 +9,10 @@ import torch
 from conftest import chosen, excess
 
 from lowprec.attention import trace
-from lowprec.diagnose import probe as affected
 from lowprec.evidence.heads import sums, take_offs
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.records import explosion
-from lowprec.studies import mixed_runs
 from lowprec.studies.crossed import WAYS
-from lowprec.studies.deviation import estimate
-from lowprec.studies.pairs import along
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
@@ -74,16 +70,6 @@ def test_page_39_what_was_put_in_and_what_rounding_has(recorded):
         assert (heads > 0.0025).mean() < 0.2, "page 39 says that 0.25 % is more than most have"
     few = [run.explosion is not None for run in chosen(recorded, "drift", "bias-eighth")]
     assert sorted(few) == [False, False, False, True]
-
-
-def test_page_45_a_larger_model(larger):
-    """The first screen: right on all four, in one by the scores alone."""
-    rows = {name: affected.probe(c, policy=c.policy.replace(delta_from="o")).iloc[0]
-            for name, c in larger.items()}  # fmt: skip
-    assert len(rows) == 4 and all(r.alarm == ("healthy" not in name) for name, r in rows.items())
-    silent = [r for r in rows.values() if not r.alarm]
-    assert sum(r.share >= affected.SHARE for r in silent) == 1
-    assert all(abs(r.common) < affected.COMMON for r in silent)
 
 
 def test_page_41_ties_with_the_rule(recorded):
@@ -217,63 +203,6 @@ def test_page_32_how_much_of_the_errors_adds_up():
         lengths = table.error_norm.astype(float)
         assert low < float(table.sum_norm.iloc[-1]) / lengths.sum() < high, name
         assert 0.07 < (lengths**2).sum() ** 0.5 / lengths.sum() < 0.14, name
-
-
-def test_page_62_whom_the_yardstick_warns_of(recorded):
-    page = json.loads((ROOT / "notebooks/62_do_weights_drift_apart.ipynb").read_text())
-    first = " ".join("".join(page["cells"][0]["source"]).split())
-    assert "before that most runs of both are near, and at the onset all are far" in first
-    found = {(r.arm, r.seed): r.run for r in recorded["mini"].itertuples()}
-
-    def gaps(a, b):
-        """At each probe: in loss, so far, and of σ(W_Q) of the mean and of the largest head."""
-        a_loss, b_loss = (pd.Series(explosion.window_mean(run.metrics.loss)) for run in (a, b))
-        loss = ((a_loss - b_loss).dropna().loc[50:] ** 2).expanding().mean() ** 0.5
-        a_sigma, b_sigma = (run.probes.pivot(index="step", columns=["layer", "head"],
-                                             values="sigma_q") for run in (a, b))  # fmt: skip
-        sigma = (a_sigma - b_sigma).dropna().abs()
-        return [loss, sigma.mean(axis=1), sigma.max(axis=1)]
-
-    seeds = [seed for arm, seed in found if arm == "o_fp32"]
-    healthy = [gaps(found["o_fp32", i], found["o_fp32", j]) for i in seeds for j in seeds if i < j]
-    bound = [pd.concat(of, axis=1).median(axis=1) for of in zip(*healthy, strict=True)]
-    within = {}
-    for arm in ("low", "fa2"):
-        for seed in seeds:
-            run, apart = found[arm, seed], gaps(found[arm, seed], found["o_fp32", seed])
-            onset, taken = run.explosion.onset, take_offs(run).step.min()
-            assert onset - taken > 500 if arm == "low" else onset - taken < 500
-            for k, step in enumerate((onset - 500, taken - 100, onset)):
-                at = [(r / b).loc[:step] for r, b in zip(apart, bound, strict=True)]
-                ratio = [r.dropna().iloc[-1] for r in at]
-                within.setdefault((arm, k), []).append([x <= 1 for x in ratio])
-    counts = {key: np.sum(rows, axis=0).tolist() for key, rows in within.items()}
-    assert counts["low", 0] == [0, 0, 0] and counts["fa2", 0] == [7, 8, 7]
-    assert counts["low", 1] == [8, 8, 5] and counts["fa2", 1] == [7, 8, 6]
-    assert counts["low", 2] == counts["fa2", 2] == [0, 0, 0]
-
-
-def test_page_62_what_stays_further_away():
-    table = pd.read_parquet(ROOT / "data/runs/pairs/weights.parquet")
-    pairs = {"tiles": "bf16_flash:bf16", "FA2": "fa2:bf16", "BF16": "bf16:fp32",
-             "batches": "order:fp32", "seeds": "fp32:fp32"}  # fmt: skip
-    rms, moved = ({name: along(table, pair, column).iloc[-1] for name, pair in pairs.items()}
-                  for column in ("rms", "moved"))  # fmt: skip
-    way = {name: round(100 * float((rms[name] / moved[name]).median()), 1) for name in pairs}
-    assert way == {"tiles": 7.4, "FA2": 8.7, "BF16": 8.8, "batches": 30.8, "seeds": 141.5}
-
-
-def test_page_63_what_the_first_screen_says():
-    found = {name: mixed_runs.load(name, ROOT / "data/mixed")[1]
-             for name in ("digits", "text", "gpt", "digits-many", "text-many")}  # fmt: skip
-    loss = {n: t.pivot(index="seed", columns="arm", values="loss") for n, t in found.items()}
-    assert [len(loss[name]) for name in ("digits-many", "text-many", "gpt")] == [64, 64, 3]
-    for name in ("digits-many", "text-many"):
-        for arm, base in (("bf16", "fp32"), ("bf16-truncated", "bf16"), ("fp16", "fp32")):
-            e = estimate((loss[name][arm] - loss[name][base]).tolist())
-            assert e.low < 0 < e.high, "not seen to cost"
-    ends = {name: t[t.arm == "fp16"].vanished_logits.mean() for name, t in found.items()}
-    assert ends["text"] < 0.5 < ends["digits"] < 0.9 < ends["gpt"], "more than half, nearly all"
 
 
 def test_page_47_fp16_has_few_tied_maxima(recorded):

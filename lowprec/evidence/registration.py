@@ -3,12 +3,14 @@
 A claim names the commit that first had its rule, and its lock the one at which it was first judged.
 The rule must come first, and the named commit must have it: in the page's claims file or, before
 there was one a page, in book/claims.yml; or the commit must have changed a `campaign.yaml`, whose
-predictions are the rules of the runs that it asks for.
+predictions are the rules of the runs that it asks for, or a study that says "the rule of the
+prediction" and had no table in data/studies yet.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 from pathlib import Path
 
@@ -51,15 +53,28 @@ def fault(claim, first_run: str, root: Path) -> str | None:
     if then == now or _announced(root, commit):
         return None
     if then is None:
-        return f"registered {commit} does not have it, nor a campaign's predictions: {mend}"
+        return (
+            f"registered {commit} does not have it, nor predictions of a campaign or study: {mend}"
+        )
     return f"registered {commit} has another rule, {then}, than {now}: {mend}"
 
 
 @functools.cache
 def _announced(root: Path, commit: str) -> bool:
-    """Whether a commit brought or changed a campaign's file."""
+    """Whether a commit brought or changed a campaign's file, or a prediction of a study."""
     files = _git(root, "diff-tree", "--root", "-m", "-r", "--no-commit-id", "--name-only", commit)
-    return any(name.endswith("/campaign.yaml") for name in (files or "").splitlines())
+    names = (files or "").splitlines()
+    return any(name.endswith("/campaign.yaml") or _predicts(root, commit, name) for name in names)
+
+
+def _predicts(root: Path, commit: str, name: str) -> bool:
+    """Whether a file is a study that has its rule at a commit, and no table by then."""
+    study = re.fullmatch(r"lowprec/studies/(\w+)\.py", name)
+    if study is None or "he rule of the prediction" not in (
+        _git(root, "show", f"{commit}:{name}") or ""
+    ):
+        return False
+    return not _git(root, "ls-tree", "-r", "--name-only", commit, f"data/studies/{study[1]}")
 
 
 @functools.cache

@@ -54,7 +54,7 @@ def arrange(nb, about: dict, rerun: str, root: Path | None) -> None:
 
 
 def _leave_out_silent(nb) -> None:
-    """Code that shows nothing, such as the set-up, is left to the notebook that can be downloaded."""
+    """Code that shows nothing, such as the set-up, is left to the notebook to be downloaded."""
     for cell in nb.cells:
         if cell.cell_type == "code" and not cell.outputs:
             cell.metadata["tags"] = [*cell.metadata.get("tags", []), "remove-cell"]

@@ -22,6 +22,7 @@ import hashlib
 import importlib.util
 import json
 import multiprocessing
+import operator
 import os
 import statistics
 import sys
@@ -374,6 +375,42 @@ def recorded() -> dict[str, dict]:
     newest; records of one day have no other order than that of their names."""
     paths = sorted((files.data_root() / "benchmarks").glob("*.json"))
     return {path.stem: json.loads(path.read_text()) for path in paths}
+
+
+def newest_with(*policies: str) -> dict:
+    """The newest record that timed a training step of all these policies; {} if none did."""
+    for found in reversed(recorded().values()):
+        if set(policies) <= {step["policy"] for step in found.get("training", [])}:
+            return found
+    return {}
+
+
+def relative(record: dict, policy: str, base: str = "FA2") -> dict[str, float]:
+    """What a policy takes over what `base` takes, of our kernels, as far as a record has it.
+
+    time, memory: of attention, forward and backward, at the sizes of `Case`. step speed, step
+    memory: tokens per second and peak memory of a training step.
+    """
+    cases, steps = ({p: _row(record, kind, p) for p in (policy, base)}
+                    for kind in ("cases", "training"))  # fmt: skip
+    found = {}
+    if all(cases.values()):
+        times = (sum(cases[p][f"{half}_ms"] for half in ("forward", "backward"))
+                 for p in (policy, base))  # fmt: skip
+        found["time"] = operator.truediv(*times)
+        found["memory"] = cases[policy]["peak_mib"] / cases[base]["peak_mib"]
+    if all(steps.values()):
+        for name, key in (("step speed", "tokens_per_second"), ("step memory", "peak_mib")):
+            found[name] = steps[policy][key] / steps[base][key]
+    return found
+
+
+def _row(record: dict, kind: str, policy: str) -> dict | None:
+    """The case of a policy, all else as in `Case`, or its training step; None without it."""
+    wanted = dict(policy=policy, impl="triton")
+    if kind == "cases":
+        wanted = dataclasses.asdict(Case(policy=policy))
+    return next((row for row in record.get(kind, []) if wanted.items() <= row.items()), None)
 
 
 def new_path(folder: Path) -> Path:

@@ -17,10 +17,12 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 from scipy import stats
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec import UserError
-from lowprec.attention.reference import check_inputs
-from lowprec.numerics.formats import Format, round_to
+from lowprec.attention.reference import check_inputs, emulate, oracle
+from lowprec.numerics.formats import BF16, Format, round_to
 from lowprec.numerics.policy import PrecisionPolicy
 
 FORWARD = ("s", "x", "p", "l", "o_acc", "o")
@@ -76,6 +78,11 @@ def baseline(q, k, v, policy, serial=False):
     if policy.l_from == "p_rounded":
         p = at("p")(p)
     return _product(at("p")(p / _sum(p, at("l"), serial)), v, at("o"), serial)
+
+
+def tiled(inputs, policy, tile=None):
+    """O of `reference.emulate`, tile by tile, unmasked; tile: keys, None for the whole row."""
+    return emulate(*inputs, policy, tile=tile, causal=False).o
 
 
 def flash(q, k, v, fmt, tile, serial=False, early=False):
@@ -142,6 +149,116 @@ def deviations(o, exact):
     return pd.DataFrame({name: column.numpy() for name, column in columns.items()})
 
 
+def both_ways(inputs, fmt, tile):
+    """`deviations` with every site rounded to `fmt`: of flash and of baseline attention from
+    float64, and of flash from baseline."""
+    exact = oracle(*inputs, causal=False).o
+    base, tiles = baseline(*inputs, every_site(fmt)), tiled(inputs, every_site(fmt), tile)
+    return {
+        "flash": deviations(tiles, exact),
+        "baseline": deviations(base, exact),
+        "flash − baseline": deviations(tiles, base),
+    }
+
+
+def production(fmt):
+    """The policy of production kernels with `fmt` for BF16: exponentials and O are stored in it."""
+    return PrecisionPolicy(p=Format.parse(fmt).name, o=Format.parse(fmt).name)
+
+
+def fp32_sums(fmt):
+    """The same with the scores in `fmt` as well; the sums stay in FP32."""
+    return production(fmt).replace(s=Format.parse(fmt).name)
+
+
+def placements(inputs, fmt, tile):
+    """Six places to round in either form: {place: (O of flash, O of baseline)}.
+
+    every addition: every operation, products and sums term by term. O normalised early: every
+    operation, O divided by the row sum after each tile. every operation: of flash, α included.
+    every site: `every_site`. FP32 sums: `fp32_sums`. FA2: `production`.
+    """
+    every = baseline(*inputs, every_site(fmt))
+    found = {
+        "every addition": (
+            flash(*inputs, fmt, tile, serial=True),
+            baseline(*inputs, every_site(fmt), serial=True),
+        ),
+        "O normalised early": (flash(*inputs, fmt, tile, early=True), every),
+        "every operation": (flash(*inputs, fmt, tile), every),
+        "every site": (tiled(inputs, every_site(fmt), tile), every),
+    }
+    for name, policy in {"FP32 sums": fp32_sums(fmt), "FA2": production(fmt)}.items():
+        found[name] = tiled(inputs, policy, tile), baseline(*inputs, policy)
+    return found
+
+
+def by_length(lengths, seeds, queries, head_dim, fmt, tile, count, at_once=2**15):
+    """`deviations` of forms with every site rounded, a row for each of `lengths` in keys, form and
+    seed; `relative` is max over rms.
+
+    Forms: flash attention with `tile` keys a tile or, where named so, with `count` tiles; baseline;
+    and flash with its row sum ℓ or its numerator Ō in FP32. at_once: keys of all seeds together
+    that are computed at once, which bounds the memory.
+    """
+    policy, tables = every_site(fmt), []
+    for n in lengths:
+        forms = {
+            f"flash, tiles of {tile}": lambda x: tiled(x, policy, tile),
+            f"flash, {count} tiles": lambda x, n=n: tiled(x, policy, max(1, n // count)),
+            "baseline": lambda x: baseline(*x, policy),
+            "ℓ in FP32": lambda x: tiled(x, policy.replace(l="fp32"), tile),
+            "Ō in FP32": lambda x: tiled(x, policy.replace(o_acc="fp32"), tile),
+        }
+        group = max(1, at_once // n)
+        for some in (seeds[i : i + group] for i in range(0, len(seeds), group)):
+            inputs = random_inputs(some, queries, n, head_dim, fmt)
+            exact = oracle(*inputs, causal=False).o
+            for name, form in forms.items():
+                table = deviations(form(inputs), exact).assign(keys=n, form=name, seed=list(some))
+                tables.append(table)
+    found = pd.concat(tables, ignore_index=True)
+    return found.assign(relative=found["max"] / found.rms)
+
+
+def _of_torch(backend):
+    """PyTorch's attention by one of its kernels, on BF16 inputs."""
+
+    def call(q, k, v):
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(*(t.bfloat16() for t in (q, k, v)))
+
+    return call
+
+
+ON_CAPTURES = {
+    "flash": lambda *x: tiled(x, every_site(BF16), 64),
+    "baseline": lambda *x: baseline(*x, every_site(BF16)),
+    "flash, FA2": lambda *x: tiled(x, "FA2", 64),
+    "flash, scores in FP32": lambda *x: tiled(x, every_site(BF16).replace(s="fp32"), 64),
+    "PyTorch flash": _of_torch(SDPBackend.FLASH_ATTENTION),
+    "PyTorch plain": _of_torch(SDPBackend.MATH),
+}
+"""What `on_captures` compares; PyTorch's are its kernels for a CPU."""
+
+
+def on_captures(captures, last=32, forms=ON_CAPTURES):
+    """The largest deviation of each form on captured q, k and v, in percent of the root mean square
+    of the exact outputs: a row a capture, a column a form.
+
+    The `last` queries of a sequence, and the keys that all of them see, so that no mask is needed.
+    """
+    rows = {}
+    for name, capture in captures.items():
+        q, k, v = (capture.tensors[n].float() for n in "qkv")
+        keys = k.shape[-2] - last + 1
+        inputs = q[..., -last:, :], k[..., :keys, :], v[..., :keys, :]
+        exact = oracle(*inputs, causal=False).o
+        found = {form: deviations(call(*inputs), exact).iloc[0] for form, call in forms.items()}
+        rows[name] = {form: 100 * d["max"] / d.rms for form, d in found.items()}
+    return pd.DataFrame(rows).T
+
+
 class Estimate(NamedTuple):
     """A mean over independent draws and its confidence interval."""
 
@@ -170,6 +287,11 @@ def typical(draws):
     """`Estimate` of the geometric mean of positive `draws`, for example of ratios by seed."""
     logs = estimate([math.log(x) for x in draws])
     return Estimate(*map(math.exp, logs))
+
+
+def times(over, under):
+    """`typical` ratio of the largest deviations of two tables of the same draws."""
+    return typical(over["max"] / under["max"])
 
 
 def factor(ratio, target=1.0):

@@ -21,6 +21,8 @@ import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from lowprec import entry
+from lowprec.diagnose.drift import relative_sum
+from lowprec.evidence.heads import take_offs
 from lowprec.studies.kept import table, tabulate
 from lowprec.training.probes import spectral_norms
 from lowprec.training.rotary import rotate
@@ -29,6 +31,8 @@ LAYER = 1
 """The layer in which the six-layer model fails, counted from 0."""
 LENGTHS = tuple(i / 5 for i in range(-5, 6))
 """t, in units of the head's sigma(W_Q)."""
+MOVE = 0.4
+"""The t of a large move."""
 CHUNK = 8
 """Sequences at a time, for the logits."""
 COLUMNS = {
@@ -106,6 +110,57 @@ def shapes(table: pd.DataFrame) -> pd.DataFrame:
     bend = (near.loss * near.weight).groupby([near[name] for name in curve]).sum()
     found = pd.DataFrame(dict(bend=bend, slope=table.groupby(curve).slope.first()))
     return found.unstack("direction")
+
+
+def cost(table: pd.DataFrame, place, way: float, direction: str = "drift") -> tuple[float, float]:
+    """By how much the mean loss is higher after a move of W_Q by MOVE, with the drift and against
+    it.  nats
+
+    place: (arm, seed, step, head). way: a number with the sign of the head's Σε."""
+    loss = curve(table, place, way, direction)
+    return loss[MOVE], loss[-MOVE]
+
+
+def curve(table: pd.DataFrame, place, way: float, direction: str = "drift") -> pd.Series:
+    """Change of the mean loss by the move of W_Q, in σ(W_Q), above 0 with the drift.  nats"""
+    keys = ["arm", "seed", "step", "head", "direction"]
+    mine = table.set_index(keys).sort_index().loc[(*place, direction)]
+    move = (mine.t.astype(float) * np.sign(way)).round(1) + 0.0  # no move is 0 and not -0
+    loss = pd.Series(mine.loss.to_numpy(), move.to_numpy()).sort_index()
+    return loss - loss[0.0]
+
+
+def before_take_off(table: pd.DataFrame, run, **how) -> dict | None:
+    """The drift of a run's first head to take off, at the last kept step 100 before; None if that
+    head is in another layer, or no step was kept so early.
+
+    how: of `take_offs`. place: of `cost`, and its way; take_off; slopes: of the loss with the drift
+    at every step kept so early, nats a σ(W_Q), positive if it opposes the drift; slope, the last of
+    them; bend, and random, that along a random vector: of `shapes`.
+    """
+    layer, head, step = take_offs(run, **how).iloc[0]
+    earlier = [kept for kept in run.info["config"]["weights_at"] if kept <= step - 100]
+    if layer != LAYER or not earlier:
+        return None
+    found, signs = shapes(table).loc[run.info["arm"], run.seed], []
+    for kept in earlier:
+        signs.append(np.sign(relative_sum(run.probes, until=kept).loc[layer, head]))
+    slopes = [sign * found.loc[(kept, head), ("slope", "drift")]
+              for sign, kept in zip(signs, earlier, strict=True)]  # fmt: skip
+    last = found.loc[earlier[-1], head]
+    return dict(
+        place=(run.info["arm"], run.seed, earlier[-1], int(head)), way=signs[-1],
+        take_off=int(step), slopes=slopes, slope=slopes[-1], bend=last["bend", "drift"],
+        random=last["bend", "random"],
+    )  # fmt: skip
+
+
+def clearest(run, step: int) -> tuple[tuple, float]:
+    """(place, way) of `cost` for the head of the layer whose errors have the clearest sign up to a
+    step."""
+    found = relative_sum(run.probes, until=step).loc[LAYER]
+    head = found.abs().idxmax()
+    return (run.info["arm"], run.seed, step, int(head)), found[head]
 
 
 compare = functools.partial(table, along, COLUMNS, impl="sdpa", policy="FA2", layers={})

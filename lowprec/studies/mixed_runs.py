@@ -21,12 +21,13 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
 
 from lowprec import UserError, entry
-from lowprec.numerics.formats import BF16, Format, round_to, ulp
+from lowprec.numerics.formats import BF16, round_to, ulp
 from lowprec.records import files, provenance
 from lowprec.studies.mixed import ARMS, LossScale, Optimiser, per_seed, product, store
 from lowprec.studies.small import TASKS
@@ -148,6 +149,28 @@ def _ends(task, weights, recipe, watch, stalled, scaler, seeds):
     return pd.DataFrame({k: v if k == "seed" else v.cpu().numpy() for k, v in columns.items()})
 
 
+def cast_inputs() -> dict[str, torch.Tensor]:
+    """Bits of FP32 inputs at which a cast to BF16 goes wrong if anywhere, int32 tensors by kind."""
+    rng = np.random.default_rng(0)
+    upper = np.arange(2**16, dtype=np.uint32) << np.uint32(16)  # every BF16 number, NaN included
+    sign = rng.integers(0, 2, 2**18, dtype=np.uint32) << np.uint32(31)
+    some = rng.integers(1, 2**23, 2**18, dtype=np.uint32)
+    beside = [upper + np.uint32(0x8000 + k) for k in (-1, 0, 1)]
+    bits = {
+        "ties and their neighbours": np.concatenate(beside),
+        "subnormal numbers": sign | some,
+        "NaN": sign | np.uint32(0x7F800000) | some,
+        "random bits": rng.integers(0, 2**32, 2**20, dtype=np.uint32),
+    }
+    return {kind: torch.from_numpy(pattern.view(np.int32)) for kind, pattern in bits.items()}
+
+
+def every_nan():
+    """The bits of all FP32 NaN of both signs, a uint32 array."""
+    every = np.arange(0x7F800001, 0x80000000, dtype=np.uint32)
+    return np.concatenate([every, every | np.uint32(0x80000000)])
+
+
 def compare_casts(pattern):
     """How many FP32 inputs torch's BF16 cast and `round_to` by scaling round to other bits.
 
@@ -212,15 +235,6 @@ def trick(pattern):
     The widely used one-liner; it wraps around, and it knows nothing of NaN.
     """
     return pattern + 0x7FFF + (pattern >> 16 & 1) & 0xFFFF0000
-
-
-def relative_change(x, fmt: Format | str, rounding: str):
-    """Mean of (rounded − x) / x over entries that are normal in `fmt`, and how many they are."""
-    fmt = Format.parse(fmt)
-    x = x.flatten().double()
-    x = x[(x.abs() >= fmt.min_normal) & x.isfinite()]
-    change = round_to(x.float(), fmt, rounding).double() / x - 1
-    return change.mean().item(), len(x)
 
 
 def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf):

@@ -142,6 +142,14 @@ def along(table: pd.DataFrame, pair: str, column: str) -> pd.DataFrame:
     return rows.pivot(index="step", columns=["seed", "other_seed"], values=column)
 
 
+def over(table: pd.DataFrame, pair: str, other: str, column: str) -> pd.Series:
+    """One distance of a pair over that of another at the last step, by seed; over the largest if
+    the other is of two seeds."""
+    mine, theirs = (along(table, name, column).iloc[-1] for name in (pair, other))
+    arm, _, of = other.partition(":")
+    return (mine / (theirs.max() if arm == of else theirs)).droplevel("other_seed")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Compare the kept weights of a campaign's runs."""
     parser = argparse.ArgumentParser(

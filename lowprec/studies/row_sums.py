@@ -170,11 +170,14 @@ def left(name: str, capture) -> pd.DataFrame:
     return pd.concat([pd.DataFrame([about] * len(found)), found], axis=1)
 
 
-def against_safe(table) -> pd.Series:
-    """dQ's error with SAFE over that with the mean key taken off, of each failing head of FA2."""
-    some = table[table.failing & (table.base == "FA2")]
-    by = some.pivot(index="capture", columns=["delta", "change"], values="dq")
-    return by["o_fp32", "none"] / by["o", "mean key"]
+def against_safe(table, change="mean key", of="dq", bases=("FA2",)) -> pd.Series:
+    """The error with clean delta over that with a change of CHANGES, of each failing head.
+
+    table: of `left`. of: the column of the error. bases: runs with which policies.
+    """
+    some = table[table.failing & table.base.isin(bases)]
+    by = some.pivot(index="capture", columns=["delta", "change"], values=of)
+    return by["o_fp32", "none"] / by["o", change]
 
 
 def _around(vector: str):
