@@ -130,19 +130,30 @@ def test_powers_of_two_among_large_weights():
     assert ties.powers_of_two(h) == (2, 4)
 
 
-def test_the_key_with_most_of_p_and_whether_it_is_tied():
-    p = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0.5, 0], [1, 0.5, 1, 0.5]]).double()
+def of_weights(p):
+    p = torch.tensor(p, dtype=torch.float64)
     tied = p == 1
-    h = SimpleNamespace(
-        p_unnorm=p, row_sum=p.sum(1, keepdim=True), tied=tied, k=tied.sum(1, keepdim=True)
-    )
+    k, row_sum = tied.sum(1, keepdim=True), p.sum(1, keepdim=True)
+    return SimpleNamespace(p_unnorm=p, row_sum=row_sum, tied=tied, k=k)
+
+
+def test_the_key_with_most_of_p_and_whether_it_is_tied():
+    h = of_weights([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0.5, 0], [1, 0.5, 1, 0.5]])
     found = ties.top_key(h)
     assert (found["key"], found["seen"], found["tied"]) == (0, 3, 1)
     assert found["share"] == pytest.approx(100 * (1 + 1 / 2 + 2 / 5 + 1 / 3) / 4)
     # Key 1 is tied in 2 of 3 rows that see it, key 2 in 1 of 2.
     assert found["drawn"] == pytest.approx((2 * (1 + 2 / 3) / 2 + (1 + 1 / 2) / 2) / 3)
-    assert ties.top_key(h, seen_by=0.5)["key"] == 0  # of the keys that two rows or more see
     assert ties.first_key(h) == pytest.approx([1 / 2, 2 / 5, 1 / 3])
+
+
+def test_a_late_key_has_most_of_p_in_the_rows_that_see_it():
+    h = of_weights([[1, 0, 0, 0], [1, 0, 0, 0], [0.1, 0, 1, 0], [0.1, 0, 1, 0]])
+    assert ties.top_key(h)["key"] == 0
+    late = ties.top_key(h, seen_by=0.25)
+    assert late["key"] == 2 and late["share"] == pytest.approx(100 / 1.1)
+    assert late["seen"] == 0 and np.isnan(late["tied"])  # no row ties
+    assert ties.top_key(h, seen_by=0.75)["key"] == 0  # too few rows see key 2
 
 
 def test_a_planted_sink_leaves_no_ties():

@@ -89,14 +89,11 @@ def places(h) -> torch.Tensor:
     return (h.k > 1) & (h.sign != 0)
 
 
-def pool(heads: dict) -> SimpleNamespace:
-    """The rows of several of `heads` as those of one; `each`: a number for each row."""
-    names = ("k", "sign", "residual", "error", "output_error", "keys")
-    h = SimpleNamespace(
-        **{name: torch.cat([getattr(h, name) for h in heads.values()]) for name in names}
-    )
-    h.each = torch.arange(len(h.k))[:, None]
-    return h
+def pool(found: dict) -> SimpleNamespace:
+    """The rows of all that `heads` found as those of one; `each`: a number for each row."""
+    names = ("k", "sign", "residual", "error", "keys")
+    pooled = {name: torch.cat([getattr(h, name) for h in found.values()]) for name in names}
+    return SimpleNamespace(**pooled, each=torch.arange(len(pooled["k"]))[:, None])
 
 
 def mean_of(x, where, group) -> Clustered:
@@ -171,16 +168,16 @@ def tied_excess(h, generator=None) -> float:
     return ratio[0] - ratio[1]
 
 
-def met_by_chance(heads: dict, bias: float, most: float, generator, draws: int = 1000) -> float:
-    """How often Ō would make at most so much of Σeps, median over heads, if rows had random signs
-    and Ō alone a bias, of Σ|eps|."""
-    found = []
-    for h in heads.values():
+def met_by_chance(found: dict, bias: float, most: float, generator, draws: int = 1000) -> float:
+    """How often Ō would make at most the part `most` of Σeps, median over what `heads` found, if
+    rows had random signs and Ō alone a `bias`, in units of Σ|eps|."""
+    drawn = []
+    for h in found.values():
         rows = np.stack([parts(h)["Ō"].numpy(), h.eps.numpy()], 1)
         signs = generator.choice([-1.0, 1.0], (draws, len(rows)))
-        found.append(signs @ rows + bias * np.abs(rows[:, 1]).sum())
-    found = np.stack(found)
-    return float((np.median(found[..., 0] / found[..., 1], axis=0) <= most).mean())
+        drawn.append(signs @ rows + bias * np.abs(rows[:, 1]).sum())
+    drawn = np.stack(drawn)
+    return float((np.median(drawn[..., 0] / drawn[..., 1], axis=0) <= most).mean())
 
 
 def constant_part(h) -> tuple[float, float]:
