@@ -20,6 +20,7 @@ CONVERTED = [
     "32_a_common_direction",
     "33_the_drift_has_a_sign",
     "34_from_drift_to_spike",
+    "35_why_rounding_is_biased",
     "36_one_biased_addition",
     "37_bias_without_ties",
     "38_where_the_sign_comes_from",
