@@ -2,28 +2,31 @@
 
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
-from matplotlib.colors import to_hex
 
 from lowprec import UserError
-from lowprec.evidence.verdicts import Measured
-from lowprec.numerics.formats import BF16, E4M3, FP16, round_to, ulp
-from lowprec.publish.plots import subplots
+from lowprec.evidence.claims import Measured
+from lowprec.numerics.formats import BF16, E4M3, E5M2, FP16, round_to, ulp
+from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.studies.additions import (
-    FINITE,
     RESIDUALS,
     Bias,
-    all_pairs,
     as_table,
     bias,
     check_format,
     choose_pair,
+    counted,
     decided,
     draw_addition,
+    largest_size,
+    operands_of,
     output_errors,
+    pair_errors,
+    replayed_pairs,
     residual,
-    second_operands,
+    sawtooth,
     significant_bits,
     sum_error,
     sum_fp32,
@@ -50,35 +53,6 @@ def test_the_worked_addition():
     assert tie.item() == 0.5
 
 
-def test_the_second_operand_of_the_worked_addition_is_found_by_trying_all():
-    printed = "1 10000001 00101101000011100010111"
-    assert second_operands(-2.40625, -0.0008654594421387, printed) == [-2.296875]
-    assert second_operands(2.40625, 0.0008654594421387, "0" + printed[1:]) == [2.296875]
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    assert every.isfinite().sum() == FINITE
-
-
-def test_an_addition_is_drawn_by_its_bits_and_tells_what_it_drew():
-    fig, ax = subplots()
-    rows = [
-        ("a", -2.5, None),
-        ("rest", -(2.0**-9), -4.501953125),
-        ("sum", -4.501953125, -4.501953125),
-    ]
-    drawn = draw_addition(ax, rows, ("#0000ff", "#ff0000", "#ffff00"))
-    assert drawn.bits.tolist() == ["10100000", "1000000000000", "100100000001000000000000"]
-    assert drawn.value.tolist() == ["-2.5", "-0.001953125", "-4.501953125"]
-    tints = [to_hex(box.get_edgecolor()) for box in ax.patches]
-    assert tints[:8] == ["#0000ff"] * 8 and tints[8:21] == ["#ffff00"] * 13
-    assert tints[21:] == ["#0000ff"] * 8 + ["#ff0000"] + ["#ffff00"] * 15
-    assert [text.get_text() for text in ax.texts][8] == "a  −2.5"
-
-
-@pytest.mark.parametrize("p, bits", [(1, 1), (0.5, 1), (0.75, 2), (0.625, 3), (1.9921875, 8)])
-def test_significant_bits(p, bits):
-    assert significant_bits(p, BF16) == bits
-
-
 @pytest.mark.parametrize("fmt", [BF16, E4M3])
 @pytest.mark.parametrize("r", [0.0, -(2.0**-8), 2.0**-8])
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -93,9 +67,6 @@ def test_all_pairs_of_one_binade_are_biased_by_a_quarter_less_the_residual(fmt, 
     lower = 1 if r * sign < 0 else 0
     expected = (r > 0) * (0.25 - r) - (r < 0) * (0.25 + r) - lower * r / count**2
     assert error.mean().item() == pytest.approx(expected, abs=1e-15)
-    if sign < 0:  # `all_pairs` has the ulp of the upper binade for all
-        assert all_pairs(fmt, r).shape == (count, count)
-        assert all_pairs(fmt, r).mean().item() == (r > 0) * (0.25 - r) - (r < 0) * (0.25 + r)
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16, E4M3])
@@ -130,9 +101,48 @@ def test_bias_is_the_mean_with_its_interval():
     assert (b.mean, b.negative, b.n) == (-0.125, 0.5, 4)
     assert b.half == pytest.approx(1.96 * (0.6875 / 3) ** 0.5 / 2)
     assert b.interval == (-0.125 - b.half, -0.125 + b.half)
-    assert b.size_interval == (0.0, 0.125 + b.half)
-    assert b.signed == Measured(-0.125, 4, b.interval)
-    assert b.sized == Measured(0.125, 4, b.size_interval)
+    assert b.along() == Measured(-0.125, 4, b.interval)
+    assert b.along(-1) == Measured(0.125, 4, (0.125 - b.half, 0.125 + b.half))
+    assert b.uneven == Measured(0.0, 4, (0.0, 0.49))
+    assert Bias(0, 1, 0.25, 10_000).uneven.interval == pytest.approx((0.2402, 0.2598))
+
+
+def test_the_largest_size_is_of_either_sign():
+    small, large = Bias(0.2, 0.1, 0.5, 9), Bias(-0.3, 0.4, 0.5, 7)
+    assert largest_size([small, large]) == Measured(0.3, 7, (0.0, 0.7))
+    assert largest_size([small]) == Measured(0.2, 9, (0.1, pytest.approx(0.3)))
+
+
+def test_the_second_operand_is_found_by_the_bits_of_the_sum():
+    """The worked addition of Qiu & Yao 2025, section 3.3.2, and one of a positive sum."""
+    printed = "1 10000001 00101101000011100010111"
+    assert operands_of(-2.40625, -0.0008654594421387, printed) == ([-2.296875], 65280)
+    assert operands_of(1.0, 0.0, "0 10000000 10000000000000000000000") == ([2.0], 65280)
+
+
+@pytest.mark.parametrize("fmt", [BF16, E5M2])
+def test_errors_of_all_pairs_are_a_quarter_of_an_ulp_less_the_residual(fmt):
+    errors = pair_errors(fmt, 2.0**-8)
+    means = {kind: error.mean().item() for kind, error in errors.items()}
+    assert means == {"none": 0, "negative": 2.0**-8 - 0.25, "positive": 0.25 - 2.0**-8}
+    assert errors["none"].shape == (2**fmt.significand_bits,) * 2
+    # -2 and its neighbour add up to a halfway case next to -4, which is even.
+    assert errors["none"][0, :2].tolist() == [0, 0.5]
+    assert errors["negative"][0, 1] == 2.0**-8 - 0.5
+
+
+def test_the_bias_falls_as_the_teeth_of_a_saw_predict():
+    assert sawtooth(0.0) == 0.25
+    assert sawtooth(0.01) == pytest.approx(0.25 - 0.01 * (2 / torch.pi) ** 0.5, abs=1e-5)
+    for size in (0.1, 0.56):
+        b = tied_sum_bias(BF16, 2, "positive", size, 40_000, seeded())
+        assert abs(b.mean - sawtooth(size)) < 2 * b.half
+    assert abs(sawtooth(3.2)) < 0.01
+
+
+def test_significant_bits_are_counted_without_zeros_at_the_end():
+    found = [significant_bits(x, BF16) for x in (1, 0.5, 0.75, 0.625, 255 / 256, 1 + 2**-9)]
+    assert found == [1, 1, 2, 3, 8, 1]
 
 
 def test_a_table_has_a_column_for_each_key():
@@ -221,9 +231,6 @@ def test_a_captured_pair_is_chosen_by_residual_then_by_error():
     assert pairs.key_1.eq(0).all() and pairs.key_2.eq(1).all()
     assert pairs.residual.tolist() == pytest.approx([0, -0.064, -56], rel=1e-3)
     assert pairs.error.tolist() == pytest.approx([0.5, -0.436, 0.5], abs=1e-3)
-    assert decided(pairs).tolist() == [False, True, False]
-    halfway = pairs.assign(v_2=-2.296875, residual=[-0.1, -0.1, 0.6], error=[-0.4, 0.4, 0.1])
-    assert decided(halfway.assign(v_1=-2.40625)).tolist() == [True, False, False]
     assert choose_pair(pairs).row == 2 == choose_pair(pairs, feature=0).row  # along its residual
     assert choose_pair(pairs[1:], small=0.01).row == 2
     assert choose_pair(pairs, row=3).row == 3
@@ -231,3 +238,44 @@ def test_a_captured_pair_is_chosen_by_residual_then_by_error():
         choose_pair(pairs, row=0)
     with pytest.raises(UserError, match="feature=1 has no two tied .* choose one of 0, or -1"):
         choose_pair(pairs, row=2, feature=1)
+
+
+def test_a_residual_decides_where_it_is_small_and_the_ties_are_halfway():
+    """-2 - 2.015625 is halfway at BF16's ulp of 1/32 between 4 and 8; -2 - 2.03125 is a number."""
+    inf = float("-inf")
+    s = torch.tensor([[4, 4, inf], [4, 4, 1], [4, 4, 1]])
+    p = torch.tensor([[1, 1, 0], [1, 1, 0.001], [1, 1, 0.5]])
+    v = -torch.tensor([[2, 2.0], [2.015625, 2.03125], [1, 1]])
+    t = SimpleNamespace(s=s[None, None], p=p[None, None], o_acc=round_to(p @ v, BF16)[None, None])
+    pairs = tied_pairs(t, v[None, None])
+    shown = pairs[decided(pairs)]
+    assert shown[["row", "feature"]].values.tolist() == [[1, 0]]
+    assert not decided(pairs.assign(error=-pairs.error)).any()
+    (line,) = counted({"a": pairs}).itertuples(index=False, name=None)
+    assert line == ("a", 3, 6, pairs.residual.abs().median(), 4, 1)
+
+
+def test_a_capture_is_replayed_with_ties(captures):
+    capture = captures["fa2-a-seed1-1680"]
+    pairs = replayed_pairs(capture, PrecisionPolicy.parse("LOW"))
+    assert (pairs.v_1 * pairs.v_2 > 0).all() and len(pairs)
+    assert ((pairs.rounded - pairs.total) / pairs.error > 0).all()
+    with pytest.raises(UserError, match=r"FA2.* must round scores \(s\) and Ō \(o_acc\) to bf16"):
+        replayed_pairs(capture, PrecisionPolicy.parse("FA2"))
+
+
+def test_an_addition_is_drawn_bit_by_bit():
+    """The worked addition: the ninth bit of the sum is 1, and the residual puts others behind."""
+    total = -2.40625 - 2.296875 - 1815 * 2.0**-21
+    fig, ax = plt.subplots()
+    table, told = draw_addition(ax, -2.40625, -2.296875, total, -4.71875, ("#111111",) * 3)
+    drawn = {text.get_text() for text in ax.texts}
+    plt.close(fig)
+    assert table.bits.tolist() == [
+        "10011010", "10010011", "11100010111", "100101101000011100010111", "10010111",
+        "100101101000000000000000", "10010110",
+    ]  # fmt: skip
+    assert told.endswith("Without the residual the sum is −4.703125, rounded to −4.6875.")
+    assert table.value.tolist()[-3:] == ["-4.71875", "-4.703125", "-4.6875"]
+    assert "sum without residual  −4.703125" in drawn and "$2^{-21}$" in drawn
+    assert len(ax.patches) == 4 * 8 + 24 + 11 + 24

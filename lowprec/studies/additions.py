@@ -19,7 +19,9 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 
 from lowprec import UserError
-from lowprec.evidence.verdicts import Measured
+from lowprec.attention.reference import emulate
+from lowprec.evidence.claims import Measured
+from lowprec.evidence.words import minus
 from lowprec.numerics.formats import BF16, Format, bit_fields, round_to, ulp
 
 RESIDUALS = ("none", "negative", "positive", "symmetric")
@@ -38,20 +40,15 @@ class Bias(NamedTuple):
         """95 % interval of the mean."""
         return self.mean - self.half, self.mean + self.half
 
-    @property
-    def size_interval(self):
-        """The same for the mean's absolute value."""
-        return max(abs(self.mean) - self.half, 0.0), abs(self.mean) + self.half
+    def along(self, sign: int = 1) -> Measured:
+        """The mean, or with sign -1 its opposite, with its 95 % interval."""
+        return Measured(sign * self.mean, self.n, tuple(sorted(sign * x for x in self.interval)))
 
     @property
-    def signed(self) -> Measured:
-        """The mean, as a claim takes it."""
-        return Measured(self.mean, self.n, self.interval)
-
-    @property
-    def sized(self) -> Measured:
-        """Its absolute value, as a claim takes it."""
-        return Measured(abs(self.mean), self.n, self.size_interval)
+    def uneven(self) -> Measured:
+        """Distance of the share of negative errors from one half, with its 95 % interval."""
+        away, wide = abs(self.negative - 0.5), 1.96 * 0.5 / math.sqrt(self.n)
+        return Measured(away, self.n, (max(away - wide, 0.0), away + wide))
 
 
 def bias(error):
@@ -59,6 +56,13 @@ def bias(error):
     n = len(error)
     half = 1.96 * error.std().item() / math.sqrt(n)
     return Bias(error.mean().item(), half, (error < 0).double().mean().item(), n)
+
+
+def largest_size(biases) -> Measured:
+    """The largest size of a mean among `Bias`es, with its 95 % interval."""
+    worst = max(biases, key=lambda b: abs(b.mean))
+    found = abs(worst.mean)
+    return Measured(found, worst.n, (max(found - worst.half, 0.0), found + worst.half))
 
 
 def as_table(biases, *names):
@@ -76,6 +80,34 @@ def check_format(fmt):
             "reaches 64, for example bf16, fp16 or e4m3fn."
         )
     return fmt
+
+
+def operands_of(first: float, rest: float, bits: str) -> tuple[list[float], int]:
+    """The finite BF16 numbers x for which (first + rest) + x, summed in FP32, has these bits.
+
+    bits: sign, exponent and significand of an FP32 number, in 0 and 1. Also returns how many
+    numbers were tried.
+    """
+    every = (torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32)
+    every = every[every.isfinite()]
+    sums = (torch.tensor(first) + torch.tensor(rest)) + every
+    wanted = int(bits.replace(" ", ""), 2) - (2**32 if bits[0] == "1" else 0)
+    return every[sums.view(torch.int32) == wanted].tolist(), len(every)
+
+
+def pair_errors(fmt, size):
+    """Signed errors in ulp of all sums of two numbers of `fmt` in -[2, 4), plus a residual.
+
+    The sums lie in [-8, -4], where an ulp is that of 4. size: of the residual in ulp. Returns
+    float64 of shape (numbers, numbers) by kind of residual: none, negative, positive.
+    """
+    count = 2**fmt.significand_bits
+    values = -(2 + 2.0 * torch.arange(count).double() / count)
+    sums, step = values[:, None] + values, 4 / count
+    exact = {
+        "none": sums, "negative": sums - size * step, "positive": sums + size * step
+    }  # fmt: skip
+    return {kind: (round_to(x, fmt) - x) / step for kind, x in exact.items()}
 
 
 def tied_values(fmt, samples, k, generator, sign=-1):
@@ -160,6 +192,22 @@ def tied_sum_bias(
     return bias(sum_error(torch.cat([ties, rest[None]]), fmt, rounding, generator))
 
 
+def sawtooth(size: float, draws: int = 20_000) -> float:
+    """The mean error in ulp, along the residual, that two ties should have by argument.
+
+    With a residual of r ulp it is 1/4 - r up to half an ulp, and repeats itself every half ulp;
+    this is its mean over a half-normal r of standard deviation `size`.
+    """
+    quantiles = (torch.arange(draws).double() + 0.5) / draws
+    r = size * math.sqrt(2) * torch.erfinv(quantiles)
+    return (0.25 - r % 0.5).mean().item()
+
+
+def significant_bits(x: float, fmt) -> int:
+    """How many significant bits x has once it is rounded to `fmt`, without zeros at the end."""
+    return 1 + len(bit_fields(x, fmt).significand.rstrip("0"))
+
+
 def output_errors(fmt, k, rest, weight, samples, generator):
     """Signed errors in ulp of one attention output by the place where it is rounded.
 
@@ -212,6 +260,41 @@ def tied_pairs(t, v):
     return pd.DataFrame({name: x.numpy() for name, x in columns.items()})
 
 
+def replayed_pairs(capture, policy):
+    """`tied_pairs` of a capture's head, replayed under a policy.
+
+    Raises `UserError` unless the policy rounds the scores and the numerator to BF16.
+    """
+    if not policy.s.fmt == policy.o_acc.fmt == BF16:
+        raise UserError(f"policy {policy} must round scores (s) and Ō (o_acc) to bf16")
+    q, k, v = (capture.tensors[name] for name in "qkv")
+    t = emulate(q, k, v, policy, causal=capture.meta["causal"], scale=capture.scale)
+    return tied_pairs(t, v)
+
+
+def decided(pairs):
+    """In which places of `tied_pairs` a residual below half an ulp decides a halfway case."""
+    ties = torch.tensor((pairs.v_1 + pairs.v_2).to_numpy())
+    halfway = (round_to(ties, BF16) - ties).abs() == ulp(ties, BF16) / 2
+    small = pairs.residual.abs().between(2**-16, 0.5, inclusive="neither")
+    return halfway.numpy() & small & (pairs.residual * pairs.error > 0)
+
+
+def counted(by_capture) -> pd.DataFrame:
+    """What `tied_pairs` of each capture hold, by its name: a line a capture."""
+    return pd.DataFrame(
+        {
+            "capture": name,
+            "rows": pairs.row.nunique(),
+            "places": len(pairs),
+            "residual, median (ulp)": pairs.residual.abs().median(),
+            "below ¼ ulp": int((pairs.residual.abs() < 0.25).sum()),
+            "decided": int(decided(pairs).sum()),
+        }
+        for name, pairs in by_capture.items()
+    )
+
+
 def choose_pair(pairs, row=-1, feature=-1, small=0.25):
     """One place of `tied_pairs`: of those with a residual below `small` ulp and above 2^-16, an ulp
     of the FP32 sum, the largest error along the residual; without any, the smallest residual.
@@ -238,86 +321,56 @@ def choose_pair(pairs, row=-1, feature=-1, small=0.25):
     return pairs.loc[(near.error * np.sign(near.residual)).idxmax()]
 
 
-def decided(pairs) -> pd.Series:
-    """In which of `tied_pairs` a residual below half an ulp, and above an ulp of the FP32 sum,
-    decides a halfway case of the two ties: where the paper's mechanism shows."""
-    ties = torch.tensor((pairs.v_1 + pairs.v_2).to_numpy())
-    halfway = (round_to(ties, BF16) - ties).abs() == ulp(ties, BF16) / 2
-    small = pairs.residual.abs().between(2**-16, 0.5, inclusive="neither")
-    return halfway.numpy() & small & (pairs.residual * pairs.error > 0)
+def draw_addition(ax, first, second, total, rounded, hues):
+    """An addition of two BF16 numbers and a residual, bit by bit and without signs.
 
-
-def second_operands(first: float, rest: float, printed: str) -> list[float]:
-    """The BF16 numbers x for which (first + rest) + x in FP32 has the bits `printed`; all finite
-    ones are tried, `FINITE` of them. printed: sign, exponent and significand as 0 and 1."""
-    every = (torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32)
-    every = every[every.isfinite()]
-    sums = (torch.tensor(first) + torch.tensor(rest)) + every
-    bits = int(printed.replace(" ", ""), 2)
-    return every[sums.view(torch.int32) == bits - 2**32 * (bits >= 2**31)].tolist()
-
-
-FINITE = 2**16 - 2**8
-"""How many bit patterns of BF16 are finite numbers."""
-
-
-def all_pairs(fmt, r: float) -> torch.Tensor:
-    """Errors in ulp of the sums of all pairs of numbers of `fmt` in −[2, 4) and a residual of r
-    ulp, rounded once; an ulp is that of the sums, (count, count) float64."""
-    count = 2**fmt.significand_bits
-    values = -(2 + 2.0 * torch.arange(count).double() / count)
-    step = 4 / count
-    exact = values[:, None] + values + r * step
-    return (round_to(exact, fmt) - exact) / step
-
-
-def significant_bits(p: float, fmt) -> int:
-    """How many significant bits a number of `fmt` has: 1 for a power of two."""
-    return 1 + len(bit_fields(p, fmt).significand.rstrip("0"))
-
-
-def draw_addition(ax, rows, colours) -> pd.DataFrame:
-    """Numbers in binary below each other, aligned at the binary point; returns what is drawn.
-
-    rows: (text, value, of), from top to bottom. of: the sum whose last places a value has, which
-    are coloured: kept, rounding bit, sticky bits; or None for one that has 8 bits. colours: three.
+    total: the exact sum; rounded: the BF16 number it became. Below them stand the sum without the
+    residual and what it becomes. hues: of the bits kept, of the rounding bit and of those behind
+    it. Returns the rows as a table of row, value and bits, and what they show in words.
     """
-    kept, rounding, sticky = colours
-    top = max(math.frexp(value)[1] for _, value, _ in rows) - 1
-    drawn = []
-    for i, (text, value, of) in enumerate(rows):
-        bits, y = _places(value, 24 if of else 8, top), -2.3 * i
-        tints = kept
-        if of:
-            left = 9 + top - math.frexp(of)[1]
-            tints = ([kept] * left + [rounding] + [sticky] * 24)[:24]
-        draw_bits(ax, 0, y, bits, tints)
-        said = f"{text}  {value:.9g}".replace("-", "−")
-        ax.text(0, y + 1.2, said, va="center", fontsize=10)
-        drawn.append((text, repr(value), bits.strip()))
-    for x, power in ((0.5, top), (8.5, top - 8), (23.5, top - 23)):
-        ax.text(x, 1.9, f"$2^{{{power}}}$", ha="center", fontsize=9)
-    ax.set(xlim=(-0.1, 24.1), ylim=(y - 0.2, 2.6))
+    ties = first + second
+    bare = round_to(torch.tensor(ties, dtype=torch.float64), BF16).item()
+    rows = [
+        ("tied value", first, 8), ("tied value", second, 8), ("residual", total - ties, 24),
+        ("sum", total, 24), ("rounded", rounded, 8), ("sum without residual", ties, 24),
+        ("rounded", bare, 8),
+    ]  # fmt: skip
+    top = max(math.frexp(value)[1] for _, value, _ in rows)
+    start = top - math.frexp(total)[1]
+    parts = ([hues[0]] * (start + 8) + [hues[1]] + [hues[2]] * 24)[:24]
+    table = []
+    for y, (name, value, stored) in zip((14, 12, 10, 8, 5, 3, 1), rows, strict=True):
+        bits = _placed(value, stored, top)
+        _draw_bits(ax, y, bits, parts if stored == 24 else parts[:1] * 24)
+        ax.text(0, y + 1.2, f"{name}  {value:.9g}".replace("-", "−"), va="center", fontsize=10)
+        table.append((name, repr(value), bits.strip()))
+    for place, text, hue in ((0, "8 bits kept", 0), (9, "rounding bit", 1), (15, "any 1?", 2)):
+        align = "left" if place == 0 else "center"
+        ax.text(start + place, 7.5, text, color=hues[hue], ha=align, va="center", fontsize=10)
+    for place in (0, 8, 23):
+        ax.text(place + 0.5, 15.9, f"$2^{{{top - 1 - place}}}$", ha="center", fontsize=9)
+    ax.set(xlim=(-0.1, 24.1), ylim=(0.9, 16.5))
     ax.axis("off")
-    return pd.DataFrame(drawn, columns=["row", "value", "bits"])
+    told = (
+        f"An addition in binary. Two numbers of eight bits and a residual add up to {total:.9g}, "
+        f"rounded to {rounded:.9g}. Without the residual the sum is {ties:.9g}, rounded to "
+        f"{bare:.9g}."
+    )
+    return pd.DataFrame(table, columns=["row", "value", "bits"]), minus(told)
 
 
-def _places(x: float, stored: int, top: int) -> str:
-    """The 24 places of |x| from 2^top on, of which it fills `stored` from its first 1 on."""
-    text = f"{int(abs(x) * 2 ** (23 - top)):024b}"
+def _placed(x, stored, top):
+    """`stored` bits of |x| from its first 1 on, each in its place of 24, which begin below 2^top;
+    a space where none is."""
+    text = f"{int(abs(x) * 2.0 ** (24 - top)):024b}"
     start = text.find("1") % 25
     return (" " * start + text[start : start + stored]).ljust(24)
 
 
-def draw_bits(ax, x, y, bits, colour, digits=True):
-    """One row of unit boxes from (x, y) to the right, a bit of the string `bits` in each.
-
-    colour: one colour, or one per bit. A space in `bits` leaves its place empty.
-    """
-    colours = [colour] * len(bits) if isinstance(colour, str) else colour
-    for i, (bit, tint) in enumerate(zip(bits, colours, strict=True)):
-        if bit == " ":
-            continue
-        ax.add_patch(Rectangle((x + i, y), 1, 0.8, facecolor=to_rgba(tint, 0.35), edgecolor=tint))
-        if digits:
-            ax.text(x + i + 0.5, y + 0.38, bit, ha="center", va="center", fontsize=9)
+def _draw_bits(ax, y, bits, colours):
+    """A row of boxes at height y, a bit in each; a space leaves its place empty."""
+    for x, (bit, tint) in enumerate(zip(bits, colours, strict=True)):
+        if bit != " ":
+            box = dict(facecolor=to_rgba(tint, 0.35), edgecolor=tint)
+            ax.add_patch(Rectangle((x, y), 1, 0.8, **box))
+            ax.text(x + 0.5, y + 0.38, bit, ha="center", va="center", fontsize=9)
