@@ -26,6 +26,7 @@ CONVERTED = [
     "38_where_the_sign_comes_from",
     "39_a_bias_is_enough",
     "45_is_my_model_affected",
+    "47_three_more_bits",
     "48_not_only_delta",
     "49_a_fix_at_the_root",
     "51_what_it_costs",

@@ -10,8 +10,10 @@ weights may go:
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 import torch
+from scipy import stats
 
 from lowprec import UserError, entry
 from lowprec.attention import trace
@@ -88,6 +90,45 @@ def compare(
               layers={}, **way).assign(way=name)
         for name, way in ways.items()
     )  # fmt: skip
+
+
+def totals(table: pd.DataFrame) -> pd.DataFrame:
+    """eps, eps_abs and e_sq of a whole model, by way, arm and seed; h is eps over e_sq, a mean
+    curvature of the loss along the output's error."""
+    total = table.groupby(["way", "arm", "seed"])[["eps", "eps_abs", "e_sq"]].sum()
+    return total.assign(h=total.eps / total.e_sq)
+
+
+def in_fp16(table: pd.DataFrame) -> pd.DataFrame:
+    """The `totals` of each model, by arm and seed, read in FP16 over the same read in LOW."""
+    total = totals(table)
+    return total.loc["FP16"] / total.loc["LOW"]
+
+
+def nats(table: pd.DataFrame, block_size: int) -> pd.Series:
+    """eps of a whole model a token, in nats, by way, arm and seed: it is recorded for the mean loss
+    of a chunk. block_size: tokens of a sequence."""
+    chunks = table.rows.iloc[0] * table.part.nunique() / (CHUNK * block_size)
+    return totals(table).eps / chunks
+
+
+def unsure(table: pd.DataFrame) -> pd.Series:
+    """Half the width of the 95 % interval of eps over the parts of the text, in % of eps, by way,
+    arm and seed."""
+    keys = ["way", "arm", "seed"]
+    parts = table.groupby([*keys, "part"]).eps.sum().groupby(keys)
+    return 100 * stats.t.ppf(0.975, table.part.nunique() - 1) * parts.sem() / parts.mean()
+
+
+def least(table: pd.DataFrame, arms) -> tuple[float, float, float]:
+    """The least h of some arms `in_fp16`, and its 95 % interval, by a jackknife over the parts, of
+    the logarithm."""
+    ratio = in_fp16(table).h[list(arms)]
+    parts = table.part.unique()
+    without = [np.log(in_fp16(table[table.part != i]).h[ratio.idxmin()]) for i in parts]
+    error = np.sqrt((len(parts) - 1) * np.var(without))
+    reach = np.exp(stats.t.ppf(0.975, len(parts) - 1) * error)
+    return ratio.min(), ratio.min() / reach, ratio.min() * reach
 
 
 def main(argv: list[str] | None = None) -> None:
