@@ -12,7 +12,6 @@ from lowprec.attention import trace
 from lowprec.evidence.heads import sums, take_offs
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.records import explosion
-from lowprec.studies.crossed import WAYS
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
@@ -115,65 +114,6 @@ def test_page_46_silence(recorded):
         assert 0.04 < run.final_loss - healthy[run.seed] < 0.07
 
 
-def test_page_47_fp16_with_delta_from_an_unrounded_output(recorded):
-    kept = chosen(recorded, "fp16", "fp16_o_fp32")
-    assert [run.info["ended"] for run in kept] == ["completed"] * 4
-    for run in kept:
-        assert excess(run).max() < 0.1 and take_offs(run, lag=200, every=200).empty
-    late = {
-        name: {run.seed: sums(run, 1399, 1599).loc[1].sum() for run in chosen(recorded, *name)}
-        for name in (("fp16", "fp16_o_fp32"), ("rivals", "fp16"))
-    }
-    unread, read = late.values()
-    for seed in range(4):
-        assert unread[seed].delta_bias > 0.5 * read[seed].delta_bias
-
-
-def test_page_47_what_the_same_squared_error_sums_to():
-    table = pd.read_parquet(ROOT / "data/runs/crossed/crossed.parquet")
-    total = table.groupby(["way", "arm", "seed"])[["eps", "e_sq"]].sum()
-    h = total.eps / total.e_sq
-    assert (h["LOW", "fp16_o_fp32"] > 10 * h["LOW", "low_o_fp32"]).all()
-    share = total.eps["FP16", "fp16_o_fp32"] / total.eps["LOW", "low_o_fp32"]
-    assert (share > 3 / 64).all() and 0.35 < share.max() < 0.4
-    square = (h["FP16"] / h["LOW"])[["fp16_o_fp32", "fp32"]]
-    assert square.between(0.6, 1.4).all() and square.min() < 0.65
-
-
-def test_page_47_two_runs_of_low_take_off_by_step_999(recorded):
-    first = {
-        arm: [
-            take_offs(run, lag=200, every=200).step.min()
-            for run in chosen(recorded, "mini", arm)
-            if run.seed < 4
-        ]
-        for arm in ("low", "o_fp32")
-    }
-    assert sorted(first["low"]) == [799, 999, 1199, 1199] and np.isnan(first["o_fp32"]).all()
-
-
-def test_page_47_the_larger_the_error_handed_on_the_smaller_the_ratio(captures):
-    def wrong(c, policy, dtype):
-        q, k, v, do = (c.tensors[name].float() for name in ("q", "k", "v", "do"))
-        o, exact = (
-            trace(q, k, v, do, p, scale=c.scale, impl="emulate").o for p in (policy, "ALL_FP32")
-        )
-        return ((o.to(dtype).float() - exact).norm() / exact.norm()).item()
-
-    healthy = [c for name, c in captures.items() if "healthy" in name]
-    low, fp16 = (WAYS[way]["policy"] for way in ("LOW", "FP16"))
-    for c in healthy:
-        fa2, fp32 = (wrong(c, p, torch.bfloat16) for p in ("FA2", "ALL_FP32"))
-        assert 1 < fa2 / fp32 < 1.1
-        assert wrong(c, low, torch.bfloat16) > 1.5 * fa2 > 2 * wrong(c, fp16, torch.float16)
-    table = pd.read_parquet(ROOT / "data/runs/crossed/crossed.parquet").query("way == 'LOW'")
-    total = table.groupby(["arm", "seed"])[["eps", "e_sq"]].sum()
-    h = (total.eps / total.e_sq).unstack("arm")
-    middle = h[["fa2_o_fp32", "fp32"]]
-    assert len(healthy) == 3 and h.low_o_fp32.max() < middle.min(axis=None)
-    assert middle.max(axis=None) < h.fp16_o_fp32.min()
-
-
 def test_page_43_one_capture_apart_the_errors_of_a_sequence_add_up_to_about_as_much():
     record = sorted((ROOT / "data/peers").glob("*.json"))[-1]
     table = pd.DataFrame(json.loads(record.read_text())["captures"])
@@ -193,13 +133,6 @@ def test_page_32_how_much_of_the_errors_adds_up():
         lengths = table.error_norm.astype(float)
         assert low < float(table.sum_norm.iloc[-1]) / lengths.sum() < high, name
         assert 0.07 < (lengths**2).sum() ** 0.5 / lengths.sum() < 0.14, name
-
-
-def test_page_47_fp16_has_few_tied_maxima(recorded):
-    for run in chosen(recorded, "rivals", "fp16"):
-        total = sums(run, 1399, 1599).loc[1].sum()
-        assert total.tied_rows < 0.01 * total.rows
-        assert take_offs(run, lag=200, every=200).step.min() > 1599
 
 
 def test_page_31_dp_alone_misses_zero_about_as_far_as_o_alone(captures):

@@ -102,7 +102,8 @@ def looseness(runs: dict, tops: pd.DataFrame) -> pd.DataFrame:
         most = some.sigma_q * some.sigma_k * runs[seed].info["config"]["n_embd"]
         return most.groupby(some.layer).max()
 
-    return pd.DataFrame({at: bound(*at) for at in tops.index}).T / tops.to_numpy()
+    bounds = pd.DataFrame({at: bound(*at) for at in tops.index}).T
+    return bounds.rename_axis(tops.index.names) / tops.to_numpy()
 
 
 def ends(arm, high: float = 0.5, settled: int = 600) -> pd.DataFrame:
