@@ -16,6 +16,7 @@ CONVERTED = [
     "11_the_explosion",
     "23_delta_carries_it",
     "25_a_larger_model",
+    "26_a_larger_batch",
     "31_the_gradient_error",
     "32_a_common_direction",
     "33_the_drift_has_a_sign",
