@@ -116,8 +116,8 @@ class Inputs:
         corner, of = _gaussian(g), corners(-50, 50)
         found = dict(
             moderate=moderate,
-            corners=lost(corner, of).sum(1),
-            exact=lost(corner, of, impl="oracle").sum(1),
+            corners=lost(corner, of).sum(1).tolist(),
+            exact=lost(corner, of, impl="oracle").sum(1).tolist(),
             largest=[lost(_signs(g), [(128, 128, 0, 0)])[0, 0].item() for _ in range(draws)],
         )
         return {name: np.array(counts) for name, counts in found.items()}
