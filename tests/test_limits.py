@@ -26,6 +26,7 @@ CONVERTED = [
     "37_bias_without_ties",
     "38_where_the_sign_comes_from",
     "39_a_bias_is_enough",
+    "44_a_better_fix",
     "45_is_my_model_affected",
     "48_not_only_delta",
     "49_a_fix_at_the_root",
