@@ -11,7 +11,11 @@ from conftest import chosen, excess
 from lowprec.attention import trace
 from lowprec.evidence.heads import sums, take_offs
 from lowprec.numerics.policy import PrecisionPolicy
+<<<<<<< HEAD
 from lowprec.records import explosion
+=======
+from lowprec.studies.crossed import WAYS
+>>>>>>> main
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
@@ -153,49 +157,15 @@ def test_page_45_the_probe_does_not_see_p(recorded):
     assert all(run.explosion.confirmed for run in of)
 
 
-def test_page_26_a_larger_batch(recorded):
-    tokens = json.loads((ROOT / "data/corpora/pysource.json").read_text())["tokens"]
-    small = {run.seed: run.explosion.onset for run in chosen(recorded, "mini", "fa2")}
-    wide, fixed = (chosen(recorded, "batches", arm) for arm in ("fa2_4x", "fa2_o_fp32_4x"))
-    assert {len(run.metrics) for run in fixed} == {5000} and round(5000 * 131_072 / tokens) == 4
-    times = [run.explosion.onset / small[run.seed] * 4 for run in wide]
-    assert 1.95 < min(times) and max(times) < 3.2, "two to three times, says intro"
-    onsets = [run.explosion.onset * 131_072 / tokens for run in wide]
-    onsets += [small[run.seed] * 32_768 / tokens for run in wide]
-    ends = [f"{x:.1f}" for some in (onsets[:4], onsets[4:]) for x in (min(some), max(some))]
-    assert ends == ["1.0", "1.2", "0.4", "0.6"]
-    (paper,), (healthy,) = (chosen(recorded, "batches", f"fa2{arm}_16x") for arm in ("", "_o_fp32"))
-    assert f"{paper.explosion.onset * 524_288 / tokens:.1f}" == "7.7"
-    assert take_offs(paper, lag=200, every=200).layer.iloc[0] == 1, "and intro"
-    assert len(healthy.metrics) == 4000 and round(4000 * 524_288 / tokens) == 14
-
-
-def test_page_26_the_papers_setting(recorded):
-    """Intro, the changelog and data/README.md say some of it, too."""
+def test_page_45_the_papers_setting(recorded):
     (run,), (other,) = (chosen(recorded, "paper", arm) for arm in ("low", "o_fp32"))
-    tokens = json.loads((ROOT / "data/corpora/pysource.json").read_text())["tokens"]
-    assert run.explosion.onset == 4506 and round(4506 * 524_288 / tokens) == 15
-    assert len(other.metrics) == 8000 and round(8000 * 524_288 / tokens) == 27
-    assert take_offs(other).empty and set(take_offs(run).layer) == {1}, "and shelf.md"
+    assert run.explosion.onset == 4506, "data/README.md"
+    assert take_offs(other).empty and set(take_offs(run).layer) == {1}, "shelf.md"
     table = pd.read_parquet(ROOT / "data/runs/paper/probed.parquet")
     alarms = table.groupby(["run", "sequences"]).alarm.sum()
-    assert dict(alarms["o_fp32-seed0"]) == {4: 1, 32: 0}, "the limits of page 45"
+    assert dict(alarms["o_fp32-seed0"]) == {4: 1, 32: 0}
     middle = table[table.sequences == 32].groupby(["run", "layer"]).coherence.median()
-    assert middle.max() < 0.01 and middle["low-seed0", 1] < -0.015, "the limits of page 45"
-    assert set(table.step) == {run.explosion.onset - 6}, "six steps before"
-    mean, end = (explosion.window_mean(r.metrics.loss) for r in (run, other))
-    lowest = mean[:4506].min()
-    sigma = run.probes[run.probes.step < 4500].groupby("step").sigma_q.max().iloc[-1]
-    grown = other.probes.groupby("step").sigma_q.max()
-    seen = f"{lowest:.2f}", f"{mean[4499] - lowest:.1f}", f"{sigma:.0f}", f"{end[-1]:.2f}"
-    assert (*seen, f"{grown.iloc[-1]:.1f}") == ("0.65", "0.4", "76", "0.39", "7.9")
-    assert (grown[3999::500].diff().dropna() > 0).all(), "still growing"
-    sums_ = [
-        r.probes[(r.probes.layer == 1) & r.probes.step.between(2000, 2999)].delta_bias.sum()
-        for r in (run, other)
-    ]
-    assert 0.8 < sums_[1] / sums_[0] < 1.25, "about as much"
-    assert [round(r.info["seconds"] / 60) for r in (run, other)] == [25, 38]
+    assert middle.abs().max() < 0.02, "near 0 in every layer"
 
 
 def test_pages_47_and_21_what_is_sooner(recorded):
