@@ -11,11 +11,6 @@ from conftest import chosen, excess
 from lowprec.attention import trace
 from lowprec.evidence.heads import sums, take_offs
 from lowprec.numerics.policy import PrecisionPolicy
-<<<<<<< HEAD
-from lowprec.records import explosion
-=======
-from lowprec.studies.crossed import WAYS
->>>>>>> main
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
