@@ -19,6 +19,7 @@ from lowprec.evidence.survival import (
     holm,
     kaplan_meier,
     load_arms,
+    onsets,
 )
 from lowprec.records import files, runs
 
@@ -366,3 +367,13 @@ def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
     assert verdicts(False, False, False, False)[1] == open_  # all that are planned are too few
     with pytest.raises(UserError, match="no claim"):
         Arm("a", None, (0,), None).check("nothing")
+
+
+def test_onsets_by_seed_in_words():
+    arms = load_arms("positions", ["nope-fix", "fix"])
+    table = onsets(
+        {"mean key": arms["nope-fix"], "with positions": arms["fix"].only([2])}, "to come"
+    )
+    assert list(table) == ["onset", "seed 2", "seed 3", "seed 4", "seed 5"]
+    assert list(table.loc[0]) == ["mean key", "4,014", "none by 7,000", "5,140", "2,477"]
+    assert list(table.loc[1]) == ["with positions", "none by 7,000", *["to come"] * 3]

@@ -152,6 +152,23 @@ def measured(arms: dict, **measures) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["arm", "seed", "run", *measures])
 
 
+def onsets(arms: dict, absent: str = "") -> pd.DataFrame:
+    """When each run exploded, in words: a row for each label of some arms, a column for each seed.
+
+    arms: {label: `Arm`}. absent: what stands where an arm has no run of a seed.
+    """
+    said = {
+        label: {
+            seed: f"{run.explosion.onset:,}" if run.explosion else f"none by {len(run.metrics):,}"
+            for seed, run in arm.by_seed.items()
+        }
+        for label, arm in arms.items()
+    }
+    table = pd.DataFrame.from_dict(said, orient="index", dtype=object).sort_index(axis=1)
+    table = table.reindex(list(arms)).fillna(absent).rename(columns="seed {}".format)
+    return table.rename_axis("onset").reset_index()
+
+
 def kaplan_meier(table: pd.DataFrame) -> pd.DataFrame:
     """The share of an arm's runs without an explosion, a row at step 0 and wherever it may change.
 

@@ -119,8 +119,7 @@ def _exact(head):
 def _centred(given):
     if isinstance(given, Capture):
         return centred(given)
-    k = given.tensors["k"]
-    k = (k.float() - k.float().mean(2, keepdim=True)).to(k.dtype)
+    k = centred_keys(given.tensors["k"])
     return head(**given.tensors | dict(k=k), scale=given.scale, tile=given.tile)
 
 
