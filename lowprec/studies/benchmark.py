@@ -187,6 +187,7 @@ def training_step(policy: str, impl: str = "triton", steps: int = 100, device: s
     torch.manual_seed(config.seed)
     model = GPT(config.model()).to(device)
     if device == "cuda":
+        torch.compiler.reset()  # it compiles a function 8 times, and then no more
         model.loss = torch.compile(model.loss)
         torch.cuda.reset_peak_memory_stats()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
