@@ -62,31 +62,6 @@ def wait_for(condition, seconds=60):
         time.sleep(0.1)
 
 
-class Here:
-    """Stands in for `Local` where a test is not about processes: trains in this one."""
-
-    pause, log, stop = 0, campaign.Local.log, lambda self: None
-
-    def __init__(self, jobs, *_):
-        self.waiting, self.running = list(jobs), {}
-        files.make_folder(jobs[0].logs)
-
-    def look(self):
-        for job in self.running.values():
-            try:
-                campaign.run_one(job.spec())
-            except UserError as error:
-                self.log(job).write_text(f"lowprec.UserError: {error}\n")
-        self.running = {job.name: job for job in self.waiting[:1]}
-        del self.waiting[:1]
-        return {job.name: "waiting" for job in self.waiting} | dict.fromkeys(self.running, "running")
-
-
-@pytest.fixture
-def here(monkeypatch):
-    monkeypatch.setattr(campaign, "Local", Here)
-
-
 def check_summary(out, result, again):
     """Both arms were tried; the second call tried only what was missing."""
     assert list(result) == ["low-seed0", "bad-seed0", "low-seed1", "bad-seed1"]
@@ -433,11 +408,22 @@ def test_the_reason_is_that_of_the_process_that_failed(file, tmp_path, log, why)
 
 
 def test_two_processes_make_one_run(file):
-    """As test_two_processes_train_as_one, through a campaign; the other arm says why it fails."""
-    result = run_campaign(file, only=("low-seed0", "bad-seed0"), processes=2)
+    """torchrun with gloo: the same global batches, so the same numbers up to the order of sums."""
+    result = run_campaign(file, only=("low-seed0",), processes=2)
     assert result["low-seed0"].startswith("done in ")
     run = runs.load_run(file.parent / "low-seed0")
     assert run.info["processes"] == 2 and run.info["campaign_sha256"] == files.sha256(file)
+    alone = train.train(campaign.load_campaign(file)[0].config, file.parent / "alone")
+    for name in ("loss", "grad_norm"):
+        assert list(run.metrics[name]) == pytest.approx(list(alone.metrics[name]), rel=1e-4)
+    assert list(run.probes.delta_abs) == pytest.approx(list(alone.probes.delta_abs), rel=1e-2)
+    assert list(run.probes.rows) == list(alone.probes.rows)
+
+
+@pytest.mark.slow
+def test_of_two_processes_the_reason_is_that_of_the_run(file):
+    """As test_the_reason_is_that_of_the_process_that_failed, from torchrun as it is now."""
+    result = run_campaign(file, only=("bad-seed0",), processes=2)
     assert result["bad-seed0"].startswith("failed (device=cuda needs an NVIDIA GPU and there is")
 
 
