@@ -170,17 +170,17 @@ def test_ctrl_c_stops_the_runs(file, number):
 
 
 def test_a_stopped_run_goes_on_from_its_checkpoint(file):
-    file.write_text(ONE_RUN.replace("STEPS", "150, checkpoint_every: 20"))
+    file.write_text(ONE_RUN.replace("STEPS", "80, checkpoint_every: 10"))
     parent = command(file)
     part = file.parent / ".low-seed0.part"
     wait_for((part / "checkpoint.pt").exists)
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=60)
     stopped = json.loads((part / "run.json").read_text())
-    assert stopped["ended"] == "stopped" and 20 <= stopped["steps"] < 150
+    assert stopped["ended"] == "stopped" and 10 <= stopped["steps"] < 80
     assert run_campaign(file)["low-seed0"].startswith("done in ") and not part.exists()
     log = file.parent / ".logs" / "low-seed0.txt"
-    assert f"| {stopped['steps']}/150 [00:00" in progress.tail(log), "it did not start again"
+    assert f"| {stopped['steps']}/80 [00:00" in progress.tail(log), "it did not start again"
     config = campaign.load_campaign(file)[0].config
     whole = train.train(config, file.parent / "whole")
     assert whole.metrics.equals(runs.load_run(file.parent / "low-seed0").metrics)
