@@ -101,6 +101,42 @@ def load_captures(folder):
     return {path.stem: Capture.load(path) for path in sorted((DATA / folder).glob("*.xz"))}
 
 
+class Here:
+    """Stands in for `campaign.Local` where a test is not about processes: trains in this one."""
+
+    pause = 0
+
+    def __init__(self, jobs, *_):
+        from lowprec.records.files import make_folder
+
+        self.waiting, self.running = list(jobs), []
+        make_folder(jobs[0].logs)
+
+    def log(self, job):
+        return job.logs / f"{job.name}.txt"
+
+    def look(self):
+        from lowprec import UserError
+        from lowprec.training.campaign import run_one
+
+        for job in self.running:
+            try:
+                run_one(job.spec())
+            except UserError as error:
+                self.log(job).write_text(f"lowprec.UserError: {error}\n")
+        self.running, self.waiting = self.waiting[:1], self.waiting[1:]
+        states = {job.name: "waiting" for job in self.waiting}
+        return states | {job.name: "running" for job in self.running}
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr("lowprec.training.campaign.Local", Here)
+
+
 def chosen(recorded, campaign, *arms):
     """The runs of some arms of a campaign."""
     table = recorded[campaign]

@@ -1,10 +1,9 @@
 """Documents say what the locks have: those of the book as it is built, README as it is written."""
 
 import json
-import os
 import re
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import jinja2
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from sphinx.cmd.build import main as sphinx
 
 from lowprec import UserError
 from lowprec.evidence.locks import write_lock
@@ -61,12 +61,11 @@ def lock(root, value=0, **more):
 
 def build(root):
     """(exit status, what Sphinx printed, the text of a.html)."""
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-v", "book", "build"]
-    ours = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=ours)
+    with redirect_stdout(StringIO()) as said, redirect_stderr(said):
+        status = sphinx(["-W", "--keep-going", "-v", "book", "build"])
     page = root / "build" / "a.html"
     text = re.sub(r"<[^>]+>", "", page.read_text()) if page.is_file() else ""
-    return done.returncode, done.stdout + done.stderr, " ".join(text.split())
+    return status, said.getvalue(), " ".join(text.split())
 
 
 def test_documents_of_the_book_say_what_the_locks_have(root):

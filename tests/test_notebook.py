@@ -285,22 +285,16 @@ def test_a_page_replaces_neither_its_source_nor_a_folder(tmp_path):
     assert source.read_bytes() == before and os.listdir(tmp_path) == [source.name]
 
 
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (["-p", "seeds", "all"], "parameter 'seeds' takes int and was given 'all' (str)"),
-        (["-p", "sedes", "5"], "there is no parameter 'sedes': did you mean 'seeds' (int)?"),
-        (["-p", "profile", "gpu"], "profile 'gpu' needs a CUDA device and there is none"),
-    ],
-)
-def test_papermill_itself_ends_with_the_sentence(tmp_path, words, sentence):
+def test_papermill_itself_ends_with_the_sentence(tmp_path):
     source = write_notebook(tmp_path / "11_question.ipynb")
     profile = ROOT / "notebooks" / "profiles" / "recorded.yaml"
     command = [sys.executable, "-m", "papermill", source, tmp_path / "out.ipynb", "-f", profile]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, *words], cwd=ROOT, capture_output=True, text=True, env=environment
-    )
+        [*command, "-p", "profile", "gpu"],
+        cwd=ROOT, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    sentence = "profile 'gpu' needs a CUDA device and there is none"
     assert done.returncode == 1
     assert done.stderr.rstrip().splitlines()[-1].startswith(f"lowprec: {sentence}")
 

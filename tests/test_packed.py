@@ -430,7 +430,7 @@ def test_killed_at_any_moment_it_reads_and_packing_again_ends_the_work(small, tm
         assert sorted(p.name for p in folder.iterdir()) == [".logs", *FILES]
 
 
-def test_more_seeds_are_recorded_beside_what_is_packed(tmp_path, monkeypatch):
+def test_more_seeds_are_recorded_beside_what_is_packed(tmp_path, here, monkeypatch):
     monkeypatch.chdir(files.repo_root())
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -14,7 +14,7 @@ from lowprec.studies import pairs
 from lowprec.training.config import TrainConfig
 from lowprec.training.loop import train
 
-SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=2, warmup=2,
+SMALL = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=2, steps=2, warmup=2,
              probe_every=2, data="data/corpora/smoke.safetensors", device="cpu",
              weights_at=(0, 1, 2))  # fmt: skip
 
@@ -55,8 +55,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_pairs_of_a_campaign(folder):
-    table = pairs.compare(folder, ["low:plain", "plain:plain", "plain:gone"])
+@pytest.fixture(scope="module")
+def table(folder):
+    return pairs.compare(folder, ["low:plain", "plain:plain", "plain:gone"])
+
+
+def test_pairs_of_a_campaign(folder, table):
     assert table.groupby("pair").apply(
         lambda g: sorted(set(zip(g.seed, g.other_seed, strict=True))), include_groups=False
     ).to_dict() == {"low:plain": [(0, 0), (1, 1)], "plain:plain": [(0, 1)]}
@@ -76,8 +80,7 @@ def test_pairs_of_a_campaign(folder):
     assert row.moved.item() == pytest.approx(np.sqrt((gone.astype(float) ** 2).mean()), rel=1e-6)
 
 
-def test_a_ratio_is_by_seed_and_over_the_largest_of_two_seeds(folder):
-    table = pairs.compare(folder, ["low:plain", "plain:plain"])
+def test_a_ratio_is_by_seed_and_over_the_largest_of_two_seeds(table):
     mine = pairs.along(table, "low:plain", "largest").loc[2]
     of_seeds = pairs.along(table, "plain:plain", "largest").loc[2].item()
     found = pairs.over(table, "low:plain", "plain:plain", "largest")
@@ -93,7 +96,7 @@ def test_the_table_on_disk_says_which_runs(folder, capsys):
     with pytest.raises(UserError, match="weights.parquet exists and is never overwritten"):
         pairs.main([str(folder), "plain:gone"])
     shared, own = table.attrs["shared"], table.attrs["runs"]
-    assert shared["hardware"] == "CPU" and shared["n_embd"] == 32 and "policy" not in shared
+    assert shared["hardware"] == "CPU" and shared["n_embd"] == 16 and "policy" not in shared
     for run in runs.load_runs(folder).run:
         of_run = own[run.name]
         assert of_run["weights_sha256"] == run.info["weights_sha256"]

@@ -538,6 +538,7 @@ def test_two_processes_go_on_from_where_one_stopped(tmp_path, monkeypatch):
     made = {k: alone.info[k] for k in ("hardware", "versions", "commit")}
     assert run.info["earlier"] == [dict(steps=5, processes=1) | made]
     assert run.info["processes"] == 2 and "b goes on at step 5 with other processes 1 -> 2" in said
+    assert said.count("completed") == 1
     first = run.metrics.step < 5
     assert run.metrics[first].equals(alone.metrics[first]) and len(run.metrics) == 8
     assert list(run.metrics.loss) == pytest.approx(list(alone.metrics.loss), rel=1e-4)
@@ -572,17 +573,6 @@ def test_four_processes_go_on_as_if_never_stopped(tmp_path, monkeypatch):
     assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
     assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
     assert "earlier" not in resumed.info
-
-
-def test_two_processes_train_as_one(tmp_path):
-    """torchrun with gloo: the same global batches, so the same numbers up to the order of sums."""
-    alone = train(small(policy="LOW", batch_size=4), tmp_path / "a")
-    run, out = train_by_torchrun(tmp_path / "b", policy="LOW", batch_size=4)
-    assert run.info["processes"] == 2 and out.count("completed") == 1
-    for name in ("loss", "grad_norm"):
-        assert list(run.metrics[name]) == pytest.approx(list(alone.metrics[name]), rel=1e-4)
-    assert list(run.probes.delta_abs) == pytest.approx(list(alone.probes.delta_abs), rel=1e-2)
-    assert list(run.probes.rows) == list(alone.probes.rows)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent")
@@ -990,14 +980,12 @@ def test_recorded_runs_are_those_that_the_campaign_asks_for(name):
         j.name: j for j in campaign.load_campaign(files.data_root() / f"runs/{name}/campaign.yaml")
     }
     corpus = json.loads((files.data_root() / "corpora" / "pysource.json").read_text())
+    usual = json.loads(json.dumps(dataclasses.asdict(TrainConfig())))
     for run in runs.load_runs(name).run:
-        recorded = run.info["config"]
-        for field, value in dataclasses.asdict(jobs[run.name].config).items():
-            default = getattr(TrainConfig(), field)  # the field may be younger than the run
-            if isinstance(value, tuple):
-                value, default = list(value), list(default)
-            if field not in ("data", "device"):
-                assert recorded.get(field, default) == value, (run.name, field)
+        recorded = usual | run.info["config"]  # a field may be younger than the run
+        asked = json.loads(json.dumps(dataclasses.asdict(jobs[run.name].config)))
+        for field in asked.keys() - {"data", "device"}:
+            assert recorded[field] == asked[field], (run.name, field)
         assert run.info["arm"] == jobs[run.name].arm and run.finished
         spoilt = jobs[run.name].config.data != "shards/pysource"  # see lowprec.studies.fault
         assert (run.info["data_sha256"] == corpus["sha256"]) != spoilt

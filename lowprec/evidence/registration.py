@@ -44,9 +44,9 @@ def fault(claim, first_run: str, root: Path) -> str | None:
     if commit is None:
         return None
     mend = "name the commit that first had the rule, or leave `registered` out"
-    if _git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+    if not _is_commit(root, commit):
         return f"registered {commit} is no commit here: {mend}"
-    if _git(root, "merge-base", "--is-ancestor", commit, first_run) is None:
+    if not _is_before(root, commit, first_run):
         return f"registered {commit} is not before {first_run}, which first judged it: {mend}"
     then = _rules_at(root, commit).get(claim.id)
     now = claim.parsed.comparison, claim.parsed.limits
@@ -57,6 +57,16 @@ def fault(claim, first_run: str, root: Path) -> str | None:
             f"registered {commit} does not have it, nor predictions of a campaign or study: {mend}"
         )
     return f"registered {commit} has another rule, {then}, than {now}: {mend}"
+
+
+@functools.cache
+def _is_commit(root: Path, commit: str) -> bool:
+    return _git(root, "cat-file", "-e", f"{commit}^{{commit}}") is not None
+
+
+@functools.cache
+def _is_before(root: Path, commit: str, later: str) -> bool:
+    return _git(root, "merge-base", "--is-ancestor", commit, later) is not None
 
 
 @functools.cache
@@ -80,18 +90,22 @@ def _predicts(root: Path, commit: str, name: str) -> bool:
 @functools.cache
 def _rules_at(root: Path, commit: str) -> dict[str, tuple]:
     """(comparison, limits) of each claim of a commit, by id."""
+    listed = _git(root, "ls-tree", "-r", commit, "book/claims.yml", "notebooks") or ""
+    found = {}
+    for line in listed.splitlines():  # mode, type, hash, a tab, name
+        if line.endswith(("/claims.yml", ".claims.yml")):
+            found |= _rules_of(root, line.split()[2])
+    return found
+
+
+@functools.cache
+def _rules_of(root: Path, blob: str) -> dict[str, tuple]:
+    """Those of one file, which most commits leave as it was. blob: its hash."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    listed = (
-        _git(root, "ls-tree", "-r", "--name-only", commit, "book/claims.yml", "notebooks") or ""
-    )
-    found = {}
-    for name in listed.splitlines():
-        if name.endswith(("/claims.yml", ".claims.yml")):
-            for entry in yaml.load(_git(root, "show", f"{commit}:{name}") or "", loader) or []:
-                found[entry["id"]] = _comparison(entry)
-    return found
+    entries = yaml.load(_git(root, "cat-file", "blob", blob) or "", loader) or []
+    return {entry["id"]: _comparison(entry) for entry in entries}
 
 
 def _comparison(entry: dict) -> tuple | None:
