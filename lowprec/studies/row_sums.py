@@ -172,10 +172,8 @@ def left(name: str, capture) -> pd.DataFrame:
     _, policy = base_of(name)
     k = capture.tensors["k"].double()
     share = (k.mean(2).norm() / k.square().sum(-1).mean().sqrt()).item()
-    found = errors(capture, policy)
-    return pd.concat(
-        [pd.DataFrame([_about(name, capture) | dict(share=share)] * len(found)), found], axis=1
-    )
+    about, found = _about(name, capture) | dict(share=share), errors(capture, policy)
+    return pd.concat([pd.DataFrame([about] * len(found)), found], axis=1)
 
 
 def _about(name: str, capture) -> dict:
