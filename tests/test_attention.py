@@ -154,6 +154,7 @@ def test_stochastic_backward_regenerates_the_forward():
         (dict(policy=LOW, impl="sdpa"), "FA2"),
         (dict(policy=LOW, impl="sdpa_forward"), "FA2"),
         (dict(policy="FA2+delta_from=o_fp32", impl="sdpa_backward"), "o_redrawn"),
+        (dict(policy="FA2+l_from=p_both", impl="sdpa_forward"), "but for delta_from and row_sum"),
         (dict(policy="FA2+row_sum=removed", impl="sdpa_backward"), "but for delta_from, and"),
         (dict(policy="FA2+row_sum=refined", impl="sdpa_backward"), "but for delta_from, and"),
         (
@@ -245,6 +246,7 @@ def test_auto():
         (FA2, "triton"),
         (FA2.replace(row_sum="removed"), "triton"),
         (FA2.replace(row_sum="refined"), "triton"),
+        (FA2.replace(l_from="p_both"), "triton"),
         (FA2, "sdpa_forward"),
         (FA2.replace(delta_from="o_redrawn"), "sdpa_backward"),
     ],

@@ -38,11 +38,12 @@ def test_views_that_are_not_contiguous(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("row_sum", ["removed", "refined"])
-def test_without_the_row_sum_a_call_repeats_bit_by_bit(row_sum, device):
-    """Sums over keys, of ds and of the keys themselves, have one order."""
+@pytest.mark.parametrize("change", ["row_sum=removed", "row_sum=refined", "l_from=p_both"])
+def test_a_call_repeats_bit_by_bit(change, device):
+    """Sums over keys, of p, of ds and of the keys themselves, have one order."""
     inputs = family("tied", (1, 2, 300 if device == "cuda" else 100, 64), device=device)
-    first, *others = (run(*inputs, FA2.replace(row_sum=row_sum)) for _ in range(3))
+    policy = PrecisionPolicy.parse(f"FA2+{change}")
+    first, *others = (run(*inputs, policy) for _ in range(3))
     assert [different(first, other) for other in others] == [[], []]
 
 

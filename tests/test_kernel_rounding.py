@@ -192,6 +192,7 @@ PRESETS = [
     *((f"LOW+delta_from={source}", None) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
     ("FA2+delta_from=o_fp32+delta_bias=0.02", None), ("RELEASED+delta_from=o_fp32", 512),
     *((f"FA2+row_sum={x}", None) for x in ("removed", "refined")),
+    *(("FA2+l_from=p_both", tile) for tile in (None, 128)), ("RELEASED+l_from=p_both", 512),
     *((f"RELEASED+row_sum={x}", 512) for x in ("removed", "refined")),
 ]  # fmt: skip
 NATIVE = [

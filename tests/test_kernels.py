@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ONE_FIELD = [
     *(LOW.replace(**{x: "bf16" if getattr(LOW, x).is_fp32 else "fp32"}) for x in SITES),
     LOW.replace(o="fp16"), LOW.replace(p="e8m4"), LOW.replace(ds="e8m10"),
-    LOW.replace(l_from="p_rounded"), LOW.replace(l_floor=3.0),
+    *(LOW.replace(l_from=x) for x in ("p_rounded", "p_both")), LOW.replace(l_floor=3.0),
     LOW.replace(delta_bias=0.5), FA2.replace(delta_from="o_fp32", delta_bias=-2.0),
     *(p.replace(row_sum=x) for p in (LOW, FA2) for x in ("removed", "refined")),
     LOW.replace(row_sum="refined", p_bwd="e8m4"),
@@ -48,7 +48,8 @@ CASES = [
     *((p, None) for p in (ALL_FP32, FA2, PAPER, LOW, *ONE_FIELD)),
     *((p, 64) for p in (FA2, PAPER, LOW, RELEASED)), (RELEASED, 32), (LOW, 128),
     *((RELEASED.replace(row_sum=x), 64) for x in ("removed", "refined")),
-    (LOW.replace(l_floor=50.0), 64),
+    (LOW.replace(l_floor=50.0), 64), (RELEASED.replace(l_from="p_both"), 64),
+    (every("bf16:stochastic").replace(l_from="p_both"), 64),
     (RELEASED.replace(delta_from="o_fp32"), 64), (PAPER.replace(delta_from="o_fp32"), None),
     *((PAPER.replace(shift=shift), tile) for shift in SHIFTS for tile in (None, 64)),
     *((p.replace(shift="mute(amplitude=8)", l_floor=1e-10), tile)
@@ -180,7 +181,11 @@ LIVE = {
 }
 FIELD_BY_FIELD = pytest.mark.parametrize(
     "field,value,downstream",
-    [*((f, *LIVE[f]) for f in FIELDS), ("row_sum", "refined", {"dq", "dk"})],
+    [
+        *((f, *LIVE[f]) for f in FIELDS),
+        ("row_sum", "refined", {"dq", "dk"}),
+        ("l_from", "p_both", {"o", "o_fp32", "delta", "delta_o", "dq", "dk"}),
+    ],
 )
 
 

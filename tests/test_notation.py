@@ -55,7 +55,7 @@ def forward(q, k, v, rnd, tile, causal, c):
     visible = (rnd.query >= key) if causal else (rnd.query >= 0) & (key >= 0)
     u = (rnd.words(12, rnd.rows, rnd.query, 0) / 2**32).float()
     m, l, o_acc = torch.tensor(-math.inf), torch.zeros(()), torch.zeros(d)  # noqa: E741
-    l_star, o_star, blocks = l, o_acc, []
+    l_lse, l_star, o_star, blocks = l, l, o_acc, []
     for j, block in enumerate(key.split(tile)):
         seen, at = visible[:, block], 3 * d * j + rnd.place
         sees = seen.any(-1, keepdim=True)
@@ -67,9 +67,11 @@ def forward(q, k, v, rnd, tile, causal, c):
         x, alpha = rnd("x", s - m, block), rnd("x", before - m, keys + j).exp()
         p_bar = x.exp()
         p_hat = rnd("p", p_bar, block)
-        t = (p_hat if p.l_from == "p_rounded" else p_bar).sum(-1, keepdim=True)
-        t = torch.where(sees, t.clamp(min=p.l_floor), t)
+        t_bar, t = (x.sum(-1, keepdim=True) for x in (p_bar, p_hat))
+        t_bar, t = (torch.where(sees, x.clamp(min=p.l_floor), x) for x in (t_bar, t))
+        t = t_bar if p.l_from == "p_unnorm" else t
         pv = p_hat @ v[:, :, block]
+        l_lse = rnd("l", alpha * l_lse + t_bar, keys + j)
         l = rnd("l", alpha * l + t, j)  # noqa: E741
         kept, added = rnd("o_acc", alpha * o_acc, at), rnd("o_acc", pv, at + d)
         o_acc = rnd("o_acc", kept + added, at + 2 * d)
@@ -80,7 +82,7 @@ def forward(q, k, v, rnd, tile, causal, c):
     return SimpleNamespace(
         s=s, x=x, p_unnorm=p_bar, p=p_hat, alpha=alpha, m=m[..., 0], l=l[..., 0], ties=ties,
         o_acc=o_acc, o=rnd("o", o_acc / l, rnd.place), o_fp32=o_star / l_star,
-        lse=(m + l.log())[..., 0],
+        lse=(m + (l_lse if p.l_from == "p_both" else l).log())[..., 0],
     )  # fmt: skip
 
 
@@ -138,6 +140,7 @@ DRAWN = EACH.replace(**{site: f"e8m{4 + i}:stochastic" for i, site in enumerate(
 CHANGES = [
     {}, dict(l_from="p_rounded", delta_from="o_fp32", row_sum="removed"),
     dict(row_sum="refined"), dict(delta_from="o_split", delta_bias=-0.5, l_floor=3.0),
+    dict(l_from="p_both", delta_from="o_fp32"), dict(l_from="p_both", l_floor=3.0),
     dict(delta_from="o_redrawn"),
     dict(delta_from="dp", delta_bias=2.0), dict(shift="beta(beta=2,gamma=0.5,tol=0.3)"),
     dict(shift="offset(amplitude=0.3)"), dict(shift="dither(amplitude=0.7)"),

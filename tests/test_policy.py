@@ -48,7 +48,7 @@ OWN = {"shift": "x", "l_from": "l", "l_floor": "l", "dodo": "delta", "delta_from
        "delta_bias": "delta", "row_sum": "dq",
        "dq_acc": "dq", "dkdv_acc": "dk"}  # fmt: skip
 CHANGES = {
-    "l_from": ["p_rounded"],
+    "l_from": ["p_rounded", "p_both"],
     "delta_from": ["o_fp32", "o_split", "o_redrawn", "dp"],
     "shift": [
         "beta(beta=2)",

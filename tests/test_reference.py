@@ -9,7 +9,16 @@ from conftest import FAMILIES, family
 from lowprec import UserError
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import Format, round_to
-from lowprec.numerics.policy import ALL_FP32, FA2, LOW, PAPER, PRESETS, RELEASED, PrecisionPolicy
+from lowprec.numerics.policy import (
+    ALL_FP32,
+    CHOICES,
+    FA2,
+    LOW,
+    PAPER,
+    PRESETS,
+    RELEASED,
+    PrecisionPolicy,
+)  # fmt: skip
 
 NAMES = ("o", "lse", "delta", "ds", "dq", "dk", "dv")
 
@@ -98,6 +107,72 @@ def test_fp32_shadow_keeps_row_sums_of_ds_zero():
         t = emulate(q, k, v, policy.replace(delta_from=source), do=do)
         drift[source] = (t.ds.sum(-1) / t.ds.abs().sum(-1).clamp(min=1e-30))[..., 1:].abs().mean()
     assert drift["o_fp32"] < 1e-5 < 1e-4 < drift["o"]
+
+
+TWO_SUMS = [("e8m2", None), ("bf16", 16), ("fp32", 16)]
+
+
+@pytest.mark.parametrize("p,tile", TWO_SUMS)
+def test_two_row_sums_are_one_of_rounded_and_one_of_unrounded_weights(p, tile):
+    """Forward as with p_rounded, and P of the backward as with p_unnorm. Over values of 1 the
+    output is then 1, and the P of the backward sums to 1 at the same time."""
+    q, k, v, do = family("normal", dtype=torch.float32)
+    policy = FA2.replace(p=p, o="fp32")
+    of = {x: emulate(q, k, v, policy.replace(l_from=x), tile, do) for x in CHOICES["l_from"]}
+    both, unnorm, rounded = of["p_both"], of["p_unnorm"], of["p_rounded"]
+    for name in ("l", "o", "o_fp32", "delta"):
+        assert torch.equal(getattr(both, name), getattr(rounded, name)), name
+        assert torch.equal(getattr(both, name), getattr(unnorm, name)) == (p == "fp32"), name
+    for name in ("lse", "p_bwd", "dv"):
+        assert torch.equal(getattr(both, name), getattr(unnorm, name)), name
+    ones = {x: emulate(q, k, torch.ones_like(v), policy.replace(l_from=x), tile) for x in of}
+    assert (ones["p_both"].o - 1).abs().max() < 1e-6
+    if p != "fp32":
+        assert (ones["p_unnorm"].o - 1).abs().max() > 1e-4
+        of_rows = ((t.s - t.lse[..., None]).exp().sum(-1) for t in (both, rounded))
+        sums, off = ((x - 1).abs().max() for x in of_rows)
+        assert sums < 1e-5 < 1e-4 < off
+
+
+def test_each_row_sum_is_rounded_as_l_is_with_random_bits_of_its_own():
+    q, k, v, _ = family("normal", dtype=torch.float32)
+    policy = ALL_FP32.replace(l="e8m3:stochastic")
+    one, both = (emulate(q, k, v, policy.replace(l_from=x), 16) for x in ("p_unnorm", "p_both"))
+    assert torch.equal(one.l, both.l) and not torch.equal(one.lse, both.lse)
+    l_lse = (both.lse - both.m).exp()
+    torch.testing.assert_close(l_lse, round_to(l_lse, Format.parse("e8m3")), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("p", ["bf16", "e8m2", "e2m1"])
+@pytest.mark.parametrize("l", ["fp32", "e8m3"])
+def test_delta_from_an_output_of_the_backward_s_weights_is_that_from_dp(p, l):  # noqa: E741
+    """O' = P V, with the P that the backward forms again, which quantisation-aware training of
+    attention stores beside O (Attn-QAT, arXiv:2603.00040). dO O' sums to P dP, whatever p and l are
+    rounded to: delta_from=dp is the same number without a second output."""
+    inputs = family("normal", (1, 2, 64, 16), dtype=torch.float32)
+    q, k, v, do = inputs
+    policy = FA2.replace(p=p, l=l)
+    t, stored = (emulate(q, k, v, policy.replace(delta_from=x), do=do) for x in ("dp", "o"))
+    o_prime = (t.s.double() - t.lse.double()[..., None]).exp() @ v.double()
+    wanted = (do.double() * o_prime).sum(-1)
+    bound = delta_bound(oracle(q, k, v, do=do), *inputs)
+    assert ((t.delta - wanted).abs() <= bound).all()
+    assert ((stored.delta - wanted).abs() > bound).any()
+
+
+def test_an_output_of_the_backward_s_weights_stored_in_bf16_has_the_gradients_of_unrounded_p():
+    """As the code of Attn-QAT stores it: the rounding of P is out of delta, that of O is in."""
+    q, k, v, do = family("normal", dtype=torch.float32)
+    t, other = (emulate(q, k, v, FA2.replace(p=p), do=do) for p in ("e8m2", "fp32"))
+    assert torch.equal(t.lse, other.lse) and not torch.equal(t.o, other.o)
+    o_prime = (t.p_unnorm @ v / t.l[..., None]).bfloat16().float()
+    assert torch.equal(other.o, o_prime)
+    p = (t.s - t.lse[..., None]).exp()
+    delta = (do * o_prime).sum(-1)
+    ds = round_to(p * (t.dp - delta[..., None]), Format.parse("bf16"))
+    scale = q.shape[3] ** -0.5
+    assert torch.equal(other.dq, scale * (ds @ k)) and not torch.equal(t.dq, other.dq)
+    assert torch.equal(other.dv, t.dv)
 
 
 def delta_bound(t, q, k, v, do):

@@ -164,6 +164,10 @@ def test_a_head_of_the_recorded_table_comes_out_again():
     table, of_ranges = tables["left"], tables["ranges"]
     captures = row_sums.load_captures()
     assert table.groupby("capture").size().to_dict() == dict.fromkeys(captures, 2 * len(CHANGES))
+    others = tables["proposed"]
+    assert others.groupby("capture").size().to_dict() == dict.fromkeys(
+        captures, len(row_sums.PROPOSED)
+    )
     assert of_ranges.groupby("kind")["size"].unique().map(tuple).to_dict() == row_sums.RANGES
     name = "gpt2/fa2-seed2-1750"
     then = table[table.capture == name].reset_index(drop=True)
@@ -173,11 +177,31 @@ def test_a_head_of_the_recorded_table_comes_out_again():
     )
     for column in ("dq", "along", "w_q", "dk"):
         assert again[column].tolist() == pytest.approx(then[column].tolist(), rel=0.02)
+    then = others[others.capture == name]
+    again = row_sums.proposed(name, captures[name])
+    assert again.change.tolist() == then.change.tolist() == list(row_sums.PROPOSED)
+    for column in ("dq", "along", "w_q", "dk"):
+        assert again[column].tolist() == pytest.approx(then[column].tolist(), rel=0.05)
 
 
 def test_the_recorded_table_decides_the_prediction():
     factors = row_sums.against_safe(dated.recorded("row_sums", **row_sums.PARAMETERS)["left"])
     assert len(factors) == 4 and factors.median() >= row_sums.TIMES
+
+
+def test_what_others_propose_leaves_more_than_the_mean_key_in_each_failing_head_of_fa2():
+    """But less than SAFE, where the output that δ reads is not stored in BF16."""
+    tables = dated.recorded("row_sums", **row_sums.PARAMETERS)
+    own, others = (tables[name].query("failing and base == 'FA2'") for name in ("left", "proposed"))
+    own = own.pivot(index="capture", columns=["delta", "change"], values="dq")
+    others = others.pivot(index="capture", columns="change", values="dq")
+    assert len(others) == len(own) == 4
+    assert others.gt(own["o", "mean key"], axis=0).all(axis=None)
+    less = others.lt(own["o_fp32", "none"], axis=0).all()
+    assert less.to_dict() == {
+        "two row sums": False, "O′ in BF16": False, "two row sums, clean δ": True,
+        "O′ in FP32": True,
+    }  # fmt: skip
 
 
 def test_refined_leaves_less_than_safe_of_dq_and_dk_in_each_failing_head():

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CASES = [
     (ALL_FP32, None), (FA2, None), (SAFE, None), (LOW, None), (RELEASED, None), (RELEASED, 32),
     *((FA2.replace(row_sum=x), None) for x in ("removed", "refined")),
+    (LOW.replace(l_from="p_both"), 64),
     (RELEASED.replace(row_sum="refined"), 32), (LOW.replace(delta_from="dp"), None),
     (SAFE.replace(delta_bias=-2.0), None), (LOW.replace(delta_from="o_redrawn"), 64),
     (ALL_FP32.replace(dkdv_acc="e8m3:stochastic"), None),

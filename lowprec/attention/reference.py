@@ -227,6 +227,7 @@ def _forward(q, k, v, policy, rnd, tile, causal, scale) -> Trace:
     n_q, n_k, d = q.shape[2], k.shape[2], q.shape[3]
     rows = (*q.shape[:3], 1)
     m, l = q.new_full(rows, NEG_INF), q.new_zeros(rows)  # noqa: E741
+    l_lse = l
     l_shadow, o_acc, o_shadow = q.new_zeros(rows), torch.zeros_like(q), torch.zeros_like(q)
     blocks = []
     seen_all = causal_mask(n_q, n_k, q.device, causal)
@@ -241,9 +242,11 @@ def _forward(q, k, v, policy, rnd, tile, causal, scale) -> Trace:
         alpha = rnd("x", m - finite, column=n_k + j).exp()
         p_unnorm = x.exp()
         p = rnd("p", p_unnorm, column=start)
-        total = (p if policy.l_from == "p_rounded" else p_unnorm).sum(-1, keepdim=True)
-        if policy.l_floor:
-            total = torch.where(seen.any(-1, keepdim=True), total.clamp(min=policy.l_floor), total)
+        sees = seen.any(-1, keepdim=True)
+        total = _total(p_unnorm if policy.l_from == "p_unnorm" else p, sees, policy)
+        if policy.l_from == "p_both":
+            other = _total(p_unnorm, sees, policy)
+            l_lse = rnd("l", alpha * l_lse + other, column=n_k + j)
         pv = p @ v[:, :, keys]
         l_shadow = alpha * l_shadow + total
         o_shadow = alpha * o_shadow + pv
@@ -258,9 +261,16 @@ def _forward(q, k, v, policy, rnd, tile, causal, scale) -> Trace:
     t.m, t.l, t.o_acc = m[..., 0], l[..., 0], o_acc
     t.o = rnd("o", torch.where(blind, 0.0, o_acc / l))
     t.o_fp32 = torch.where(blind, 0.0, o_shadow / l_shadow)
-    t.lse = torch.where(blind, NEG_INF, m + l.log())[..., 0]
+    l_lse = l_lse if policy.l_from == "p_both" else l
+    t.lse = torch.where(blind, NEG_INF, m + l_lse.log())[..., 0]
     t.ties = ((t.s == t.s.amax(-1, keepdim=True)) & seen_all).sum(-1)
     return t
+
+
+def _total(p, sees, policy):
+    """The sum of a block's p (..., rows, 1), at least l_floor in rows that see a key of it."""
+    total = p.sum(-1, keepdim=True)
+    return torch.where(sees, total.clamp(min=policy.l_floor), total) if policy.l_floor else total
 
 
 def _backward(t, q, k, v, do, policy, rnd, tile, scale):

@@ -134,18 +134,27 @@ def forward_bounds(t, q, k, v, policy, tile, scale, flips=True) -> dict[str, tor
     of_rounding = share * moved("p", unrounded)
     shrinking = torch.where(t.alpha > 0, t.alpha, 1.0).log().abs()
     of_alpha = expm1(4 * U * largest + moved("x", shrinking)).sum(-1, keepdim=True)
-    in_l = of_p + of_rounding if policy.l_from == "p_rounded" else of_p
+    rounded = policy.l_from != "p_unnorm"
+    in_l = of_p + of_rounding if rounded else of_p
     of_l = in_l.sum(-1, keepdim=True) + of_alpha + sum_noise(n)
     numerator = (of_p + of_rounding) @ v + (of_alpha + sum_noise(n)) * size
 
-    summed = t.p if policy.l_from == "p_rounded" else t.p_unnorm
-    unrounded_l = (summed * following).sum(-1, keepdim=True).clamp(min=policy.l_floor)
+    unrounded_l = _unrounded_l(t.p if rounded else t.p_unnorm, following, policy)
     o_fp32 = (numerator + of_l * size) * t.l[..., None] / unrounded_l
-    of_l = of_l + blocks * moved("l", 1.0)
+    of_lse = of_l
+    if policy.l_from == "p_both":  # of the other sum, in which p is not rounded
+        moved_p = of_p.sum(-1, keepdim=True) * t.l[..., None]
+        of_lse = moved_p / _unrounded_l(t.p_unnorm, following, policy) + of_alpha + sum_noise(n)
+    of_l, of_lse = (x + blocks * moved("l", 1.0) for x in (of_l, of_lse))
     o = numerator + (of_l + 3 * blocks * moved("o_acc", 1.0) + 4 * U) * size
     o = o + moved("o", t.o.abs() + o)
-    lse = (of_l + 4 * U * (largest + t.lse.abs()[..., None] + 1))[..., 0]
+    lse = (of_lse + 4 * U * (largest + t.lse.abs()[..., None] + 1))[..., 0]
     return dict(s=of_s, o=o, o_fp32=o_fp32, lse=lse)
+
+
+def _unrounded_l(p, following, policy):
+    """What p (..., queries, keys) add up to, unrounded; following: what alpha makes of each."""
+    return (p * following).sum(-1, keepdim=True).clamp(min=policy.l_floor)
 
 
 def of_weight(p, log_p, of_log):

@@ -11,7 +11,7 @@ Where each field acts, per query row and over key blocks (rnd_f is the rounding 
     shift   block maximum -> shifted block maximum; m is the running maximum of these
     x       the argument of exp: rnd_x(s - m); also the argument of the rescaling factor alpha
     p       exp(x), as it enters P V only
-    l       rnd_l(alpha l + block sum), the sum of p_unnorm or, with l_from="p_rounded", of p
+    l       rnd_l(alpha l + block sum), the sum of p_unnorm or, as l_from says, of p
     o_acc   rnd(rnd(alpha o_acc) + rnd(p v)) after each block; with one block, one rounding
     o       rnd_o(o_acc / l)
     p_bwd   P = exp(s - L) as it enters dV = P^T dO only
@@ -20,6 +20,10 @@ Where each field acts, per query row and over key blocks (rnd_f is the rounding 
     ds      P * (dP - delta), before the scale
     dq_acc, dkdv_acc   the gradient accumulators, per block like o_acc; where heads of queries share
             keys, a block is of one head, and dk and dv go on from a head to the next
+
+`l_from` says what l adds: "p_unnorm"; "p_rounded", p, the numbers that enter P V; "p_both", a sum
+of each: o divides by that of p, and lse, so P of the backward, has that of p_unnorm, rounded as l
+is (an open change of flash-attention, pull request 2721).
 
 `delta_from` says which O delta = rowsum(dO * O) reads: "o", the stored one; "o_fp32", a shadow
 output that is never rounded (same p, unrounded accumulator over unrounded l); "o_split", o plus
@@ -57,7 +61,7 @@ DITHER, REDRAW = len(SITES), len(SITES) + 1
 """Streams of random bits that belong to no site."""
 
 CHOICES = {
-    "l_from": ("p_unnorm", "p_rounded"),
+    "l_from": ("p_unnorm", "p_rounded", "p_both"),
     "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "dp"),
     "row_sum": ("as_rounded", "removed", "refined"),
 }

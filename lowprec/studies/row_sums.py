@@ -5,9 +5,10 @@ c that all keys of the row have in common. Rounding leaves a row sum r_i, and th
 scale * r_i * c of error for the part c that keys share. `POLICIES` are those of the field `row_sum`
 of `lowprec.numerics.policy`: nothing taken off, the mean key, the row's own weighted key with delta
 refined for dK. `seen_mean` is one more candidate for c, and `second_pass` has dQ from the refined
-delta as well. `left` measures each on a captured head, `ranges` on made inputs:
+delta as well. `left` measures each on a captured head, `ranges` on made inputs, and `proposed` on a
+captured head what others propose:
 
-    python -m lowprec.studies.row_sums data/studies/row_sums        DATE-left, DATE-ranges.parquet
+    python -m lowprec.studies.row_sums data/studies/row_sums   DATE-left, -proposed, -ranges.parquet
 
 `outside` has what can be done around a kernel of somebody else; it takes half a second a head.
 
@@ -30,7 +31,7 @@ from lowprec.attention import attention
 from lowprec.attention.outside import centred as centred_keys
 from lowprec.attention.outside import row_sums_out
 from lowprec.attention.reference import emulate, oracle
-from lowprec.numerics.policy import FA2, LOW
+from lowprec.numerics.policy import FA2, LOW, PrecisionPolicy
 from lowprec.records.files import data_root
 from lowprec.studies import dated
 from lowprec.studies.rivals import centred, query_gradient
@@ -46,6 +47,16 @@ DELTAS = {"o": "FA2", "o_fp32": "SAFE"}
 POLICIES = {"none": "as_rounded", "mean key": "removed", "refined": "refined"}
 """Values of the field `row_sum`."""
 CHANGES = (*POLICIES, "mean of seen keys", "second pass", "second pass, mean key", "centred keys")
+
+PROPOSED = {
+    "two row sums": "l_from=p_both",
+    "two row sums, clean δ": "l_from=p_both+delta_from=o_fp32",
+    "O′ in FP32": "delta_from=dp",
+    "O′ in BF16": "p=fp32",
+}
+"""What others propose, as changes of a policy. Two row sums: flash-attention, pull request 2721.
+O′: δ from a second output, of unrounded weights (Attn-QAT, arXiv:2603.00040), which in FP32 gives
+the δ of P∘dP. Stored in BF16, as in their code, it gives the gradients of unrounded P."""
 
 
 def seen_mean(k):
@@ -158,15 +169,32 @@ def left(name: str, capture) -> pd.DataFrame:
 
     Columns before: capture, failing, base (FA2 or LOW), layer, head, share (norm of the mean key
     over the root mean square of the keys)."""
-    base, policy = base_of(name)
+    _, policy = base_of(name)
     k = capture.tensors["k"].double()
     share = (k.mean(2).norm() / k.square().sum(-1).mean().sqrt()).item()
-    about = dict(
-        capture=name, failing="healthy" not in name, base=base, layer=capture.layer,
-        head=capture.heads[0], share=share,
-    )  # fmt: skip
-    found = errors(capture, policy)
+    about, found = _about(name, capture) | dict(share=share), errors(capture, policy)
     return pd.concat([pd.DataFrame([about] * len(found)), found], axis=1)
+
+
+def _about(name: str, capture) -> dict:
+    return dict(
+        capture=name, failing="healthy" not in name, base=base_of(name)[0], layer=capture.layer,
+        head=capture.heads[0],
+    )  # fmt: skip
+
+
+def proposed(name: str, capture) -> pd.DataFrame:
+    """What each of PROPOSED leaves of a captured head's errors, a row each; dO is as captured.
+
+    Columns: those of `left` up to head; change, a key of PROPOSED; dq to dk_centred as in `errors`.
+    """
+    rows, right = [], _exact(capture)
+    q, k, v, do = (capture.tensors[n].float() for n in ("q", "k", "v", "do"))
+    for change, fields in PROPOSED.items():
+        policy = PrecisionPolicy.parse(f"{base_of(name)[1]}+{fields}")
+        t = emulate(q, k, v, policy, capture.tile, do, scale=capture.scale)
+        rows.append(_about(name, capture) | dict(change=change) | _errors(capture, t, right))
+    return pd.DataFrame(rows)
 
 
 def against_safe(table, change="mean key", of="dq", bases=("FA2",)) -> pd.Series:
@@ -267,9 +295,13 @@ def ranges(draws: int) -> pd.DataFrame:
 
 
 def measure(draws: int) -> dict[str, pd.DataFrame]:
-    """The tables `left` of all captures and `ranges`."""
-    tables = [left(name, capture) for name, capture in load_captures().items()]
-    return dict(left=pd.concat(tables, ignore_index=True), ranges=ranges(draws))
+    """The tables `left` and `proposed` of all captures, and `ranges`."""
+    captures = load_captures()
+    tables = {
+        of.__name__: pd.concat([of(*item) for item in captures.items()], ignore_index=True)
+        for of in (left, proposed)
+    }
+    return tables | dict(ranges=ranges(draws))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -93,10 +93,10 @@ def new_maximum(b_m, b_r, b_r2, o_q, who, n, j, c: tl.constexpr):
 
 @triton.jit
 def weighted_sum(
-    b_product, b_v, o_q, o_k, b_finite, b_r, b_total, b_pv, b_ties, where, c: tl.constexpr,
-    MASKED: tl.constexpr,
+    b_product, b_v, o_q, o_k, b_finite, b_r, b_total, b_total_lse, b_pv, b_ties, where,
+    c: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Second pass over one hardware block: add its p to the row's sum and p v to the output."""
+    """Second pass over one hardware block: add its p to the row's sums and p v to the output."""
     n, scale, who = where
     b_stored, b_s = scores(
         b_product, o_q[:, None], o_k[None, :], n, scale, who, c.s, c.exact, c.native
@@ -115,16 +115,18 @@ def weighted_sum(
         b_x = difference(b_stored, b_s, b_finite[:, None], scale, c.exact)
         b_p = exp(round_site(b_x, c.x, who, o_q[:, None], o_k[None, :], c.native))
     b_operand = operand(b_p, c.p, who, o_q[:, None], o_k[None, :], c.native)
-    if c.l_from_p:
+    if c.l_from == "p_both":
+        b_total_lse += tl.sum(b_p, 1)
+    if c.l_from != "p_unnorm":
         b_p = b_operand.to(tl.float32)
     b_total += tl.sum(b_p, 1)
-    return b_total, dot(b_operand, b_v, b_pv, c.pieces, c.native), b_ties
+    return b_total, b_total_lse, dot(b_operand, b_v, b_pv, c.pieces, c.native), b_ties
 
 
 @triton.jit
 def weighted_sums(
-    b_q, keys, o_q, b_finite, b_r, b_total, b_pv, b_ties, lo, hi, where, c: tl.constexpr,
-    MASKED: tl.constexpr,
+    b_q, keys, o_q, b_finite, b_r, b_total, b_total_lse, b_pv, b_ties, lo, hi, where,
+    c: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Second pass over keys lo to hi."""
     p_k, p_v, skt, svt = keys
@@ -135,16 +137,16 @@ def weighted_sums(
         b_v = load_rows(p_v, svt, o_k, n, c.d, c.even or not MASKED, c.native)
         b_x = tl.full([b_q.shape[0], c.bn], 0, tl.float32)
         b_x = dot(b_q, tl.trans(b_k), b_x, c.pieces, c.native)
-        b_total, b_pv, b_ties = weighted_sum(
-            b_x, b_v, o_q, o_k, b_finite, b_r, b_total, b_pv, b_ties, where, c, MASKED
+        b_total, b_total_lse, b_pv, b_ties = weighted_sum(
+            b_x, b_v, o_q, o_k, b_finite, b_r, b_total, b_total_lse, b_pv, b_ties, where, c, MASKED
         )  # fmt: skip
-    return b_total, b_pv, b_ties
+    return b_total, b_total_lse, b_pv, b_ties
 
 
 @triton.jit
 def rounding_block(
-    b_q, keys, o_q, first, mid, last, j, where, b_m, b_l, b_acc, b_l_shadow, b_shadow, b_top,
-    b_ties, c: tl.constexpr, ONE_PASS: tl.constexpr, MASKED: tl.constexpr,
+    b_q, keys, o_q, first, mid, last, j, where, b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow,
+    b_top, b_ties, c: tl.constexpr, ONE_PASS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Block j, keys first to last, of which those from mid need a mask; updates the row's state.
 
@@ -178,27 +180,33 @@ def rounding_block(
     b_m, b_finite, b_alpha = new_maximum(b_m, b_r, b_r2, o_q, who, n, j, c)
 
     b_total = tl.zeros([BM], tl.float32)
+    b_total_lse = tl.zeros([BM], tl.float32)
     b_tied = tl.zeros([BM], tl.int32)
     if c.o_acc == 0:  # nothing rounds the block's product alone: add it to the accumulator at once
         b_pv = b_acc * b_alpha[:, None]
     else:
         b_pv = tl.full([BM, c.d], 0, tl.float32)
     if ONE_PASS:
-        b_total, b_pv, b_tied = weighted_sum(
-            b_x, b_v, o_q, o_k, b_finite, b_r, b_total, b_pv, b_tied, where, c, MASKED
+        b_total, b_total_lse, b_pv, b_tied = weighted_sum(
+            b_x, b_v, o_q, o_k, b_finite, b_r, b_total, b_total_lse, b_pv, b_tied, where, c, MASKED
         )  # fmt: skip
     else:
-        b_total, b_pv, b_tied = weighted_sums(
-            b_q, keys, o_q, b_finite, b_r, b_total, b_pv, b_tied, first, mid, where, c, False,
+        b_total, b_total_lse, b_pv, b_tied = weighted_sums(
+            b_q, keys, o_q, b_finite, b_r, b_total, b_total_lse, b_pv, b_tied, first, mid, where, c,
+            False,
         )  # fmt: skip
-        b_total, b_pv, b_tied = weighted_sums(
-            b_q, keys, o_q, b_finite, b_r, b_total, b_pv, b_tied, mid, last, where, c, True,
+        b_total, b_total_lse, b_pv, b_tied = weighted_sums(
+            b_q, keys, o_q, b_finite, b_r, b_total, b_total_lse, b_pv, b_tied, mid, last, where, c,
+            True,
         )  # fmt: skip
 
     if c.l_floor > 0:
         sees = (o_q >= first) if c.causal else (o_q >= 0)
         b_total = tl.where(sees & (b_total < c.l_floor), c.l_floor, b_total)  # NaN stays NaN
+        b_total_lse = tl.where(sees & (b_total_lse < c.l_floor), c.l_floor, b_total_lse)
     b_l = round_site(b_alpha * b_l + b_total, c.l, who, o_q, j, c.native)
+    if c.l_from == "p_both":
+        b_l_lse = round_site(b_alpha * b_l_lse + b_total_lse, c.l, who, o_q, n + j, c.native)
     b_l_shadow = b_alpha * b_l_shadow + b_total
     if c.o_acc == 0:
         b_acc = b_pv
@@ -212,7 +220,7 @@ def rounding_block(
     if c.ties:
         b_ties = tl.where(b_r > b_top, b_tied, tl.where(b_r == b_top, b_ties + b_tied, b_ties))
         b_top = tl.maximum(b_top, b_r)
-    return b_m, b_l, b_acc, b_l_shadow, b_shadow, b_top, b_ties
+    return b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -241,33 +249,34 @@ def attention_fwd_kernel(
 
     b_m = tl.full([c.bm], float("-inf"), tl.float32)
     b_l = tl.full([c.bm], 0, tl.float32)
+    b_l_lse = b_l
     b_acc = tl.full([c.bm, c.d], 0, tl.float32)
     b_l_shadow = b_l
     b_shadow = b_acc
     b_top = b_m
     b_ties = tl.full([c.bm], 0, tl.int32)
     if c.tile == 0:
-        b_m, b_l, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
-            b_q, keys, o_q, 0, mid, end, 0, where, b_m, b_l, b_acc, b_l_shadow, b_shadow, b_top,
-            b_ties, c, False, True,
+        b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
+            b_q, keys, o_q, 0, mid, end, 0, where, b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow,
+            b_top, b_ties, c, False, True,
         )  # fmt: skip
     elif c.tile == c.bn:
         for first in range(0, mid, c.bn):
-            b_m, b_l, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
-                b_q, keys, o_q, first, mid, end, first // c.tile, where, b_m, b_l, b_acc,
+            b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
+                b_q, keys, o_q, first, mid, end, first // c.tile, where, b_m, b_l, b_l_lse, b_acc,
                 b_l_shadow, b_shadow, b_top, b_ties, c, True, False,
             )  # fmt: skip
         for first in range(mid, end, c.bn):
-            b_m, b_l, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
-                b_q, keys, o_q, first, mid, end, first // c.tile, where, b_m, b_l, b_acc,
+            b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
+                b_q, keys, o_q, first, mid, end, first // c.tile, where, b_m, b_l, b_l_lse, b_acc,
                 b_l_shadow, b_shadow, b_top, b_ties, c, True, True,
             )  # fmt: skip
     else:
         for first in range(0, end, c.tile):
             last = tl.minimum(first + c.tile, end)
             seen = tl.minimum(tl.maximum(mid, first), last)
-            b_m, b_l, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
-                b_q, keys, o_q, first, seen, last, first // c.tile, where, b_m, b_l, b_acc,
+            b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
+                b_q, keys, o_q, first, seen, last, first // c.tile, where, b_m, b_l, b_l_lse, b_acc,
                 b_l_shadow, b_shadow, b_top, b_ties, c, False, True,
             )  # fmt: skip
 
@@ -285,6 +294,8 @@ def attention_fwd_kernel(
         b_o = tl.where(blind[:, None], 0.0, tl.div_rn(b_shadow, b_l_shadow[:, None]))
         store_rows(p_o_fp32 + o_bh, sot, o_q, n, b_o, c.d, c.native)
     o_row = pid_bh.to(tl.int64) * n + o_q
+    if c.l_from == "p_both":
+        b_l = b_l_lse
     b_lse = tl.where(blind, float("-inf"), b_m + tl.log(b_l))
     tl.store(p_lse + o_row, b_lse, mask=o_q < n)
     if c.ties:

@@ -166,7 +166,7 @@ def forward(
     known = Constants(
         **common(q, k, causal, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
         **codes(policy, "s", "x", "p", "l", "o_acc", "o"),
-        l_from_p=policy.l_from == "p_rounded", l_floor=policy.l_floor,
+        l_from=policy.l_from, l_floor=policy.l_floor,
         shift=shift.kind, beta=shift.beta, gamma=shift.gamma, tol=shift.tol,
         amplitude=shift.amplitude, dither_stream=DITHER,
     )  # fmt: skip

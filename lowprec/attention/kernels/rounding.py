@@ -61,7 +61,7 @@ class Constants:
     dq_acc: int = 0
     dkdv_acc: int = 0
     redrawn: int = 0
-    l_from_p: bool = False
+    l_from: str = "p_unnorm"
     l_floor: float = 0.0
     shift: str = "none"
     beta: float = 0.0
