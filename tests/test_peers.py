@@ -158,6 +158,65 @@ def test_the_command_writes_one_record_and_never_over_another(tmp_path, monkeypa
         peers.main()
 
 
+def test_the_model_of_ties_is_that_of_the_draws_and_means_are_held_against_it():
+    model = peers.tie_model(20_000, counts=(1, 2))
+    assert list(model) == [(k, other) for other in peers.OTHERS for k in (1, 2)]
+    assert model[2, "nearer to 0"] == pytest.approx(0.2, abs=0.02)
+    assert model[2, "further from 0"] == pytest.approx(-0.18, abs=0.02)
+    rows = [{"ties": 2, "other": "nearer to 0", "mean": model[2, "nearer to 0"] - 0.1}]
+    assert peers.beside_model(rows, model).off.item() == pytest.approx(0.1)
+
+
+def test_the_interval_of_a_size_does_not_go_below_zero():
+    assert peers.within(0.3, 0.1, 5).interval == pytest.approx((0.2, 0.4))
+    assert peers.within(0.3, 0.5, 5).interval == pytest.approx((0, 0.8))
+
+
+def rows_of_captures(**columns):
+    """A table of two captures, a failing head and a twin, of `FA2` and two other programs."""
+    names = ["fa2-b-seed4-1580", "fa2-a-healthy-seed1-1680"]
+    rows = [dict(program=p, capture=c) for p in ("FA2", "cuDNN", "math") for c in names]
+    values = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+    return peers.table([row | value for row, value in zip(rows, values, strict=True)])
+
+
+def test_tables_of_captures_stand_beside_ours():
+    found = rows_of_captures(gradient=[8, 1, 2, 3, 0.4, 0.9])
+    assert peers.kernels(found) == ["cuDNN"]
+    grid = peers.grid(found, "gradient", ["math", "cuDNN"])
+    assert grid.loc["b, 1,580"].tolist() == [0.4, 2]
+    assert grid.loc["a, healthy"].tolist() == [0.9, 3]
+    assert peers.failing(grid.index) == ["b, 1,580"]
+    apart = peers.apart(found, ["cuDNN"]).cuDNN
+    assert apart.to_dict() == pytest.approx({"b, 1,580": 4, "a, healthy": 3})
+    assert peers.over_ours(found, "math").to_dict() == pytest.approx({"b, 1,580": 0.05})
+
+
+def test_the_largest_mean_along_o_may_be_negative():
+    found = rows_of_captures(along=[0.9, 0, 0.2, -0.5, 0.3, 0], along_half=[1, 1, 1, 0.1, 1, 1])
+    row = peers.most_along(found, ["cuDNN", "math"])
+    assert (row.program, row.capture, row.measured.value, row.measured.n) == (
+        "cuDNN", "a, healthy", 0.5, 2
+    )  # fmt: skip
+    assert row.measured.interval == pytest.approx((0.4, 0.6))
+
+
+def test_sums_of_a_record_come_back_in_ulp(specimens):
+    programs = peers.programs("cpu")
+    found = {name: specimens.run(programs[name]) for name in ("FA2", "math")}
+    measured = peers.table(peers.measure_captures(specimens, found))
+    again = peers.delta_in_ulp(measured, ["FA2", "math"], specimens, found["FA2"]["delta"][0])
+    then = peers.grid(measured, "delta_ulp", ["FA2", "math"])
+    assert (again - then).abs().max(axis=None) < 2e-5 < then.abs().min(axis=None)
+
+
+def test_a_record_is_the_newest_or_one_by_name():
+    assert peers.chosen("newest") == json.loads(RECORDS[-1].read_text())
+    assert peers.chosen(RECORDS[0].stem)["date"] == RECORDS[0].stem[:10]
+    with pytest.raises(UserError, match=f"no record '2025' .* one of {RECORDS[0].stem}"):
+        peers.chosen("2025")
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
 def test_a_committed_record_has_what_the_page_reads(path):
     found = json.loads(path.read_text())

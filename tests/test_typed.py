@@ -1,6 +1,5 @@
 """Numbers that pages in the old form type and no cell computes: a test goes with its sentence."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -111,15 +110,6 @@ def test_page_46_silence(recorded):
     for run in late:
         assert not take_offs(run, lag=200, every=50).empty and excess(run).max() < 0.3
         assert 0.04 < run.final_loss - healthy[run.seed] < 0.07
-
-
-def test_page_43_one_capture_apart_the_errors_of_a_sequence_add_up_to_about_as_much():
-    record = sorted((ROOT / "data/peers").glob("*.json"))[-1]
-    table = pd.DataFrame(json.loads(record.read_text())["captures"])
-    size = table.pivot(index="capture", columns="program", values="gradient")
-    ratio = size[["flash", "cuDNN", "efficient", "flex"]].div(size.FA2, axis=0).stack()
-    assert len(ratio) == 28 and 0.24 < ratio["fa2-b-seed4-1580", "cuDNN"] < 0.26
-    assert ratio.drop(("fa2-b-seed4-1580", "cuDNN")).between(0.5, 2).all()
 
 
 def test_page_32_how_much_of_the_errors_adds_up():

@@ -20,6 +20,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,8 +29,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from lowprec import UserError, entry
 from lowprec.attention import attention, trace
 from lowprec.attention.reference import oracle
+from lowprec.evidence.claims import Measured
 from lowprec.numerics.formats import BF16, round_to, ulp
 from lowprec.records import files, provenance
+from lowprec.studies.additions import output_errors
 from lowprec.training.capture import Capture
 from lowprec.training.rotary import rotate
 
@@ -182,6 +186,29 @@ def measure_ties(program, device, heads=9, seqlen=256, counts=TIES) -> list[dict
     return out
 
 
+def tie_model(samples=100_000, counts=TIES) -> dict[tuple, float]:
+    """{(k, place of the other V): mean error of O in ulp} of `tied_rows`, if the FP32 quotient is
+    rounded once, from so many draws of each."""
+    g = torch.Generator().manual_seed(0)
+    return {
+        (k, other): output_errors(BF16, k, interval, WEIGHT, samples, g)["output"].mean().item()
+        for other, interval in OTHERS.items()
+        for k in counts
+    }
+
+
+def beside_model(rows, model: dict) -> pd.DataFrame:
+    """Rows of `measure_ties` with columns `model`, and `off`, the distance of the mean from it."""
+    table = pd.DataFrame(rows)
+    table["model"] = [model[cell] for cell in zip(table.ties, table.other, strict=True)]
+    return table.assign(off=(table["mean"] - table.model).abs())
+
+
+def within(value: float, half: float, n: int) -> Measured:
+    """A size, which is not below 0, with its interval."""
+    return Measured(value, n, (max(value - half, 0), value + half))
+
+
 def in_ulp(eps, do, o) -> tuple[float, float]:
     """Sum of the errors eps (..., rows) of dO * O over the sum of their ulps, and half its 95 %
     interval over rows. do, o: (..., rows, D), of which o is exact.
@@ -326,7 +353,84 @@ def cpu_flash_row_sum(k: int) -> float:
     return (lse[rows].double() - LEVEL).exp().mean().item()
 
 
+# Tables of captures
+
+
+def table(rows) -> pd.DataFrame:
+    """Rows of `measure_captures`, each capture by its `short` name."""
+    frame = pd.DataFrame(rows)
+    return frame.assign(capture=frame.capture.map(short))
+
+
+def short(capture: str) -> str:
+    """Window and step of a capture, "a, 1,520"; of a healthy twin "a, healthy"."""
+    _, window, *_, step = capture.split("-")
+    return f"{window}, healthy" if "healthy" in capture else f"{window}, {int(step):,}"
+
+
+def failing(captures) -> list[str]:
+    """The short names of failing heads among some."""
+    return [name for name in captures if "healthy" not in name]
+
+
+def kernels(frame: pd.DataFrame) -> list[str]:
+    """The production kernels that a table has."""
+    return [name for name in PRODUCTION if name in set(frame.program)]
+
+
+def grid(frame: pd.DataFrame, column: str, programs) -> pd.DataFrame:
+    """A column of a `table`: captures down, programs across."""
+    return frame.pivot(index="capture", columns="program", values=column)[list(programs)]
+
+
+def apart(frame: pd.DataFrame, programs) -> pd.DataFrame:
+    """The factor, at least 1, between each program's ||E|| and ours: captures by programs."""
+    size = grid(frame, "gradient", {OURS, *programs})
+    return np.exp(np.log(size[list(programs)].div(size[OURS], axis=0)).abs())
+
+
+def over_ours(frame: pd.DataFrame, program: str) -> pd.Series:
+    """A program's ||E|| over ours, by capture of a failing head."""
+    size = grid(frame, "gradient", [OURS, program])
+    return (size[program] / size[OURS])[failing(size.index)]
+
+
+def most_along(frame: pd.DataFrame, programs) -> pd.Series:
+    """The row of the largest mean error of O along its own sign; `measured` is its size, with its
+    interval, of as many captures as there are."""
+    some = frame[frame.program.isin(programs)]
+    row = some.loc[some.along.abs().idxmax()]
+    size = within(abs(row.along), row.along_half, frame.capture.nunique())
+    return pd.concat([row, pd.Series({"measured": size})])
+
+
+def delta_in_ulp(frame: pd.DataFrame, programs, specimens: Specimens, eps) -> pd.DataFrame:
+    """The summed error of delta `in_ulp`, captures by programs, of a record that has it relative to
+    the sizes and these relative to ours. eps: our errors of delta on all rows, (captures, rows)."""
+    each = zip(specimens.names, eps.abs(), specimens.do[0], specimens.exact.o[0], strict=True)
+    size = pd.Series({short(name): in_ulp(*about)[0] for name, *about in each})
+    bias, own = (grid(frame, name, programs) for name in ("delta_bias", "delta_size"))
+    return (bias * own).mul(size, axis=0)
+
+
 # The record
+
+
+def recorded() -> dict[str, dict]:
+    """The records of data/peers by name; the last is the newest."""
+    paths = sorted((files.data_root() / "peers").glob("*.json"))
+    return {path.stem: json.loads(path.read_text()) for path in paths}
+
+
+def chosen(name: str) -> dict:
+    """The record of data/peers of that name, or the `newest`."""
+    records = recorded()
+    if not records or name not in ("newest", *records):
+        raise UserError(
+            f"there is no record {name!r} in data/peers: take newest or one of "
+            f"{', '.join(records) or 'none'}; python -m lowprec.studies.peers data/peers makes one"
+        )
+    return records[max(records) if name == "newest" else name]
 
 
 def measure(specimens: Specimens, **size) -> dict:
