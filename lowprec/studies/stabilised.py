@@ -37,6 +37,11 @@ CHANGES = {
 FATES = ("no tie", "tie, output kept", "tie, output lost", "not finite")
 
 
+def seeded(seed: int) -> torch.Generator:
+    """The generator of made rows."""
+    return torch.Generator().manual_seed(seed)
+
+
 def uniform(low: float, high: float, count: int, generator) -> torch.Tensor:
     """(count,) float32, uniform between two numbers."""
     return low + (high - low) * torch.rand(count, generator=generator)

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from lowprec.evidence import survival
-from lowprec.evidence.heads import first_take_off, norms, sums
+from lowprec.evidence.heads import first_take_off, norms, sums, take_offs
 from lowprec.evidence.words import span
 from lowprec.records.explosion import RETURN, RISE, excess
 
@@ -118,6 +118,11 @@ def fates(arms: dict, healthy) -> pd.DataFrame:
             "largest σ(W_Q)": span([largest_norm(r).max() for r in runs.values()], "{:.0f}"),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def first_layer(run) -> int:
+    """The layer of the head that takes off first, at probes 200 steps apart; -1 without one."""
+    return next(iter(take_offs(run, lag=200, every=200).layer), -1)
 
 
 def taken(*arms) -> int:
