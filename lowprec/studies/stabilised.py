@@ -325,7 +325,7 @@ def _error_norm(capture, t, eps) -> float:
 def survey(captures: dict) -> pd.DataFrame:
     """Captures as they are, by name: base, their preset; acts, the share of rows in which the rule
     acts, and negative, how many of these have a negative maximum, of tied; middle, the median of
-    the largest score, low and high its 5 and 95 % where it is above ½; every 2, every 7: the share
+    the largest score; low, half, high: its 5, 50 and 95 % where it is above ½; every 2, every 7: the share
     of rows that are not finite if the rule acts in every row, without a floor; same: whether O
     stays the same, bit by bit, with β = 7."""
     found = {}
@@ -338,7 +338,7 @@ def survey(captures: dict) -> pd.DataFrame:
             negative=int((top[fired] < 0).sum()), middle=top.median().item(),
             same=torch.equal(retrace(capture, **CHANGES["β = 7"]).o, t.o),
         )  # fmt: skip
-        row["low"], row["high"] = np.quantile(top[top > 0.5], [0.05, 0.95])
+        row["low"], row["half"], row["high"] = np.quantile(top[top > 0.5], [0.05, 0.5, 0.95])
         for b in (2, 7):
             o = retrace(capture, shift=Shift("beta", beta=float(b), tol=EVERY_ROW)).o
             row[f"every {b}"] = (~o.isfinite().all(-1)).double().mean().item()

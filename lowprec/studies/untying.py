@@ -13,7 +13,9 @@ import pandas as pd
 from lowprec.evidence import survival
 from lowprec.evidence.heads import first_take_off, norms, sums, take_offs
 from lowprec.evidence.words import span
+from lowprec.publish.lines import loss_course
 from lowprec.records.explosion import RETURN, RISE, excess
+from lowprec.studies.ties import tie_shares
 
 LAYER, SETTLED = 1, 600
 CAMPAIGNS = ("mini", "rivals", "ties", "held", "untying", "silent")
@@ -28,6 +30,12 @@ def load(seeds=range(4)) -> tuple[dict, dict]:
 def ended_in_nan(run) -> bool:
     """Whether a run ended with a loss that is not finite."""
     return run.info["ended"] == "non-finite"
+
+
+def losses(*arms) -> pd.DataFrame:
+    """The mean of the last 50 losses of each run of some arms, a column a run, by step.  nats"""
+    runs = {f"{arm.name} {seed}": run for arm in arms for seed, run in arm.by_seed.items()}
+    return pd.DataFrame({name: loss_course()(run) for name, run in runs.items()})
 
 
 def rise(run) -> float:
@@ -61,6 +69,11 @@ def allowed(run, layer: int | None = None) -> pd.Series:
 def nearest(series: pd.Series, step: int) -> float:
     """A number by step at the probe nearest to a step."""
     return float(series.iloc[abs(series.index - step).argmin()])
+
+
+def tied_course(run) -> pd.Series:
+    """Share of rows that tie, all layers and heads, at each probe before the onset."""
+    return tie_shares(run).mean(axis=1)
 
 
 def tied(run, after: int, until: int) -> float:
