@@ -26,6 +26,7 @@ CONVERTED = [
     "37_bias_without_ties",
     "38_where_the_sign_comes_from",
     "39_a_bias_is_enough",
+    "41_the_stabilised_softmax",
     "44_a_better_fix",
     "45_is_my_model_affected",
     "47_three_more_bits",
@@ -35,6 +36,7 @@ CONVERTED = [
     "61_is_flash_attention_stable",
     "62_do_weights_drift_apart",
     "63_a_study_of_bfloat16",
+    "laboratory/46_ties_or_silence",
 ]
 """Pages in the new form that are held to the limits."""
 

@@ -27,13 +27,13 @@ FLOOR = RELEASED.l_floor
 EVERY_ROW = 1e6
 """A tolerance with which all scores that a row sees count as tied."""
 CHANGES = {
-    "β = 2": dict(shift=Shift("beta")),
-    "β = 7": dict(shift=Shift("beta", beta=7.0)),
-    "β = 2, floor": dict(shift=Shift("beta"), l_floor=FLOOR),
-    "β = 7, floor": dict(shift=Shift("beta", beta=7.0), l_floor=FLOOR),
+    "β=2": dict(shift=Shift("beta")),
+    "β=7": dict(shift=Shift("beta", beta=7.0)),
+    "β=2, floor": dict(shift=Shift("beta"), l_floor=FLOOR),
+    "β=7, floor": dict(shift=Shift("beta", beta=7.0), l_floor=FLOOR),
     "offset 1": dict(shift=Shift("offset", amplitude=1.0)),
 }
-"""What a captured step is computed again with; the offset rounds anew and leaves ties as they are."""
+"""With what a captured step is computed again; the offset rounds anew and leaves ties alone."""
 FATES = ("no tie", "tie, output kept", "tie, output lost", "not finite")
 
 
@@ -206,7 +206,7 @@ def limits() -> pd.DataFrame:
         "floor 1e-10, two ties": math.log(2 / FLOOR),
     }
     rows = {name: [x, *(x / (b - 1) for b in (2, 7, 8))] for name, x in found.items()}
-    columns = ["(β − 1) r", "r, β = 2", "r, β = 7", "r, β = 8"]
+    columns = ["(β−1)r", "r, β=2", "r, β=7", "r, β=8"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
@@ -325,9 +325,9 @@ def _error_norm(capture, t, eps) -> float:
 def survey(captures: dict) -> pd.DataFrame:
     """Captures as they are, by name: base, their preset; acts, the share of rows in which the rule
     acts, and negative, how many of these have a negative maximum, of tied; middle, the median of
-    the largest score; low, half, high: its 5, 50 and 95 % where it is above ½; every 2, every 7: the share
-    of rows that are not finite if the rule acts in every row, without a floor; same: whether O
-    stays the same, bit by bit, with β = 7."""
+    the largest score; low, half, high: its 5, 50 and 95 % where it is above ½; every 2, every 7:
+    the share of rows that are not finite if the rule acts in every row, without a floor; same:
+    whether O stays the same, bit by bit, with β = 7."""
     found = {}
     for name, capture in captures.items():
         t = retrace(capture)
@@ -336,7 +336,7 @@ def survey(captures: dict) -> pd.DataFrame:
             base=str(PrecisionPolicy.parse(capture.policy)).split("+")[0],
             acts=fired.double().mean().item(), tied=int(fired.sum()),
             negative=int((top[fired] < 0).sum()), middle=top.median().item(),
-            same=torch.equal(retrace(capture, **CHANGES["β = 7"]).o, t.o),
+            same=torch.equal(retrace(capture, **CHANGES["β=7"]).o, t.o),
         )  # fmt: skip
         row["low"], row["half"], row["high"] = np.quantile(top[top > 0.5], [0.05, 0.5, 0.95])
         for b in (2, 7):

@@ -83,7 +83,7 @@ def tied(run, after: int, until: int) -> float:
 
 
 def error_of(layer: int, after: int, until: int):
-    """A measure of runs: the mean |ε| of a row of a layer, over the steps from `after`, left out."""
+    """A measure of runs: the mean |ε| of a layer's rows, over the steps from `after`, left out."""
 
     def measure(run) -> float:
         total = sums(run, after, until).loc[layer].sum()
