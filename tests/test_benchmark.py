@@ -100,6 +100,14 @@ def test_a_policy_is_set_beside_another_as_far_as_a_record_has_it():
     assert benchmark.relative(made_record(), "LOW") == benchmark.relative({}, removed) == {}
 
 
+def test_a_ratio_of_times_has_the_range_of_its_replays():
+    record = made_record()
+    for case in record["cases"]:
+        for part in ("forward", "backward"):
+            case |= {f"{part}_least": 0.5 * case[f"{part}_ms"], f"{part}_most": 2.0}
+    assert benchmark.time_ratio(record, "FA2+row_sum=removed", "FA2") == (1.5, (1.5 / 4, 4.0))
+
+
 def test_the_newest_record_with_a_policy_is_found(monkeypatch):
     some, other = made_record(LOW=900.0), made_record(PAPER=800.0)
     records = {"2026-01-01-a": made_record(LOW=1.0), "2026-01-02-a": some, "2026-01-03-a": other}

@@ -27,6 +27,7 @@ CONVERTED = [
     "38_where_the_sign_comes_from",
     "39_a_bias_is_enough",
     "43_production_kernels",
+    "41_the_stabilised_softmax",
     "44_a_better_fix",
     "45_is_my_model_affected",
     "47_three_more_bits",
@@ -37,6 +38,7 @@ CONVERTED = [
     "62_do_weights_drift_apart",
     "63_a_study_of_bfloat16",
     "laboratory/43_production_kernels_on_cpu",
+    "laboratory/46_ties_or_silence",
 ]
 """Pages in the new form that are held to the limits."""
 

@@ -9,6 +9,8 @@ from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import round_to
 from lowprec.numerics.policy import ALL_FP32, LOW, Shift
 from lowprec.records.files import data_root
+from lowprec.studies import stabilised
+from lowprec.studies.additions import Bias
 from lowprec.studies.stabilised import (
     acts,
     attend,
@@ -144,3 +146,66 @@ def test_the_error_is_that_of_the_oracle_in_made_rows():
     made = rows(2.0)
     exact = oracle(*made, causal=False, scale=1.0).o
     torch.testing.assert_close(attend(made, ALL_FP32).o.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_the_rule_changes_nothing_within_the_range_of_float64():
+    found = stabilised.exact(32, stabilised.seeded(0))
+    assert found.most < 1e-12 and found.limit < found.off < found.lost
+
+
+def test_a_weight_is_one_where_its_exponent_is_small():
+    count, largest, reached = stabilised.still_one()
+    assert count == 1012 and largest == 1 and reached == {2.0: 2**-9, 8.0: 2**-12}
+
+
+def test_biases_are_averaged_as_independent_ones():
+    mean = stabilised.averaged([Bias(0.1, 0.03, 0.4, 10), Bias(-0.3, 0.04, 0.6, 30)])
+    assert mean == pytest.approx(Bias(-0.1, 0.025, 0.5, 40))
+
+
+def test_two_ties_lose_their_bias_and_a_stored_maximum_leans():
+    made = stabilised.weights(100, stabilised.seeded(0))
+    assert made.untouched.n == made.ties[2.0].n == 6400 and made.untouched.mean < -0.2
+    assert abs(made.ties[2.0].mean) < 0.03 and made.gamma[0.999, "bf16"] == 1
+    assert made.table.error[1.01, "bf16"] < -1e-3 < made.table.error[1.01, "fp32"]
+    assert made.table.one[1.001, "bf16"] == 1 and made.table.low[1.001, "bf16"] == 0
+
+
+def test_an_offset_errs_like_its_weight_unless_the_sum_does_as_well():
+    found = stabilised.offsets(32, stabilised.seeded(0))
+    assert (found.weight - found.o).abs().max() < 1e-5
+    assert found["o, l from p"].abs().max() < 1e-5 < found.o.abs().min()
+
+
+def test_a_row_keeps_its_output_up_to_the_limit():
+    reach, found = stabilised.limits(), stabilised.ranges(16, stabilised.seeded(0))
+    assert reach["r, β=7"]["FP32"] == pytest.approx(found.empty[7.0], rel=0.01)
+    fade = reach["r, β=7"].iloc[-1]
+    floored = found.kept[7.0, 1e-10]
+    assert (abs(floored[floored.index < 0.9 * fade] - 1) < 0.05).all()
+    assert (floored[floored.index > 2 * fade] < 0.01).all() and found.five < 0.01
+    assert found.coarse["beta"] > found.coarse["none"]
+
+
+def test_negative_maxima_fall_silent_whatever_beta_is():
+    sides = stabilised.both_signs(16, stabilised.seeded(0))
+    assert (sides[-40].iloc[:3] < 1e-3).all() and sides[-40][2.0, 0.9] == pytest.approx(1, abs=0.05)
+    assert sides[40][1.1, 0.0] == pytest.approx(1, abs=0.05) and sides[40][7.0, 0.0] == 0
+
+
+def test_the_rule_in_every_row_and_in_tiles():
+    assert 0.2 < stabilised.single_maxima(64, stabilised.seeded(0)) < 0.8
+    assert stabilised.in_two_tiles(32, stabilised.seeded(0)) == [1, 0]
+
+
+def test_what_becomes_of_captured_rows(failing):
+    capture, base = failing
+    row = stabilised.survey({"low": capture}).loc["low"]
+    assert row.base == "LOW" and row.acts == pytest.approx(row.tied / base.ties.numel())
+    assert not row.same and row["every 7"] > row["every 2"] and row.low < row.half < row.high
+    found = stabilised.fates({"low": capture}).loc["low"]
+    assert found[list(stabilised.FATES)].sum(axis=1).to_numpy() == pytest.approx(1)
+    assert (found["tie, output lost"] > 0).to_dict() == {
+        "β=2": True, "β=7": False, "β=2, floor": True, "β=7, floor": True, "offset 1": False
+    }  # fmt: skip
+    assert (found["rows"] == row.tied).all() and found["muted positive"]["offset 1"] == 0

@@ -75,6 +75,13 @@ def test_losses_are_the_same_bits_or_not():
     assert twins.differing_losses(one, other) == (1, 300)
 
 
+def test_runs_part_where_a_loss_differs_or_the_shorter_ends():
+    one, other = run(0), run(0, steps=300)
+    assert twins.parted(one, other) == 300
+    other.metrics.loc[[7, 9], "loss"] = 2.5
+    assert twins.parted(one, other) == twins.parted(other, one) == 7
+
+
 def test_a_training_is_the_same_but_for_its_length():
     old, new = run(0, lr=1e-3, steps=400), run(0, lr=1e-3, layers={}, qk_norm=False)
     old.info["config"]["steps"], new.info["config"]["steps"] = 400, 7000

@@ -59,59 +59,6 @@ def test_page_24_how_often_the_largest_sum_of_all_heads_names_the_first(recorded
     assert list(sum(named(*names) for names in bf16)) == [8, 28]
 
 
-def test_page_41_ties_with_the_rule(recorded):
-    def share(run, step):
-        some = run.probes[run.probes.step == step]
-        return some.tied_rows.sum() / some.rows.sum()
-
-    ruled = chosen(recorded, "rivals", "beta2_floor")
-    assert len(ruled) == 8 and not any(run.explosion for run in ruled)
-    assert min(share(run, 6999) / share(run, 599) for run in ruled) > 3
-
-
-def test_page_46_weights_below_1_without_silence(recorded):
-    """The shelf, too."""
-    moved = chosen(recorded, "rivals", "dither", "offset_1", "offset_2")
-    ended = chosen(recorded, "untying", "untied_faint", "loud_open")
-    assert len(moved) == 12 and {run.info["ended"] for run in moved} == {"explosion"}
-    assert len(ended) == 8 and {run.info["ended"] for run in ended} == {"non-finite"}
-    assert sum(run.explosion.onset < len(run.metrics) - 1 for run in ended) == 2
-    assert all(not take_offs(run, lag=200, every=200).empty for run in moved), "intro"
-    bare = ended + chosen(recorded, "rivals", "beta2", "beta7")
-    bare += chosen(recorded, "ties", "untied_open")
-    assert {run.info["ended"] for run in bare} == {"non-finite"}
-    assert sum(run.explosion.onset < len(run.metrics) - 1 for run in bare) == 2
-    begun = [not take_offs(run, lag=200, every=200).empty for run in bare]
-    assert (sum(begun), len(begun)) == (7, 20), "page 46 and intro"
-    assert sum(run.probes.step.max() < 799 for run in bare) == 8, "intro"
-
-
-def test_page_46_silence(recorded):
-    loud = chosen(recorded, "held", "untied_loud")
-    assert all(run.explosion is None and not take_offs(run, 2, 200).empty for run in loud)
-    rows = pd.read_parquet(ROOT / "data/runs/untying/silence.parquet")
-    rows = rows[(rows.arm == "loud_seen") & (rows.layer == 1)]
-    rows = rows.groupby(["step", "seed"])[["tied", "tied_lost"]].sum()
-    share = (rows.tied_lost / rows.tied).unstack()
-    assert (share.loc[1400] > 0.95).all() and share.loc[2400].mean() < 0.8
-    muted, late = (chosen(recorded, "silent", arm) for arm in ("tied_muted", "tied_muted_late"))
-    ruled = chosen(recorded, "rivals", "beta2_floor", "beta7_floor")
-    ruled = [run for run in ruled if run.seed < 4]
-    ruled += loud + chosen(recorded, "ties", "untied")
-    assert (len(muted), len(late), len(ruled)) == (4, 4, 16), "the page has them in a table"
-    for run in muted + late + ruled:
-        assert run.explosion is None and run.info["ended"] == "completed"
-    first = [run for run in chosen(recorded, "mini", "low") if run.seed < 4]
-    assert len(first) == 4 and all(run.explosion.confirmed for run in first)
-    healthy = {run.seed: run.final_loss for run in chosen(recorded, "mini", "o_fp32")}
-    for run in muted:
-        assert take_offs(run, lag=200, every=50).empty
-        assert 0 < run.final_loss - healthy[run.seed] < 0.02
-    for run in late:
-        assert not take_offs(run, lag=200, every=50).empty and excess(run).max() < 0.3
-        assert 0.04 < run.final_loss - healthy[run.seed] < 0.07
-
-
 def test_page_32_how_much_of_the_errors_adds_up():
     """Its first screen: nearly nine tenths, more than a third, unrelated ones about a tenth."""
     for name, head, low, high in zip(

@@ -406,6 +406,16 @@ def relative(record: dict, policy: str, base: str = "FA2") -> dict[str, float]:
     return found
 
 
+def time_ratio(record: dict, policy: str, base: str) -> tuple[float, tuple[float, float]]:
+    """Time of attention under a policy over that under `base`, forward and backward, at the sizes
+    of `Case`: the ratio of medians, and its range over all replays."""
+    mine, theirs = (
+        [row[f"forward_{x}"] + row[f"backward_{x}"] for x in ("ms", "least", "most")]
+        for row in (_row(record, "cases", p) for p in (policy, base))
+    )
+    return mine[0] / theirs[0], (mine[1] / theirs[2], mine[2] / theirs[1])
+
+
 def _row(record: dict, kind: str, policy: str) -> dict | None:
     """The case of a policy, all else as in `Case`, or its training step; None without it."""
     wanted = dict(policy=policy, impl="triton")

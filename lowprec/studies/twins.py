@@ -63,6 +63,13 @@ def differing_losses(run, other) -> tuple[int, int]:
     return int(np.not_equal(*pair).sum()), count
 
 
+def parted(run, other) -> int:
+    """The first step at which the losses of two runs differ, or the last of the shorter run."""
+    count = min(len(run.metrics), len(other.metrics))
+    one, two = (some.metrics.loss.to_numpy()[:count] for some in (run, other))
+    return int(np.append(np.flatnonzero(one != two), count)[0])
+
+
 def same_training(run, other) -> bool:
     """Whether the configs of two runs differ in their number of steps at most. What the record of
     an older run lacks was off."""
