@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
+from scipy import stats
 
 from lowprec.evidence.heads import HEAD, end_of, norms, rank_correlations, sums, take_offs
+from lowprec.numerics.policy import PrecisionPolicy
 
 LAYER = 1
 """Of layers counted from 0, the second: the one in which the small model fails."""
@@ -72,8 +73,41 @@ def measures(run, end: int, steps: int = 200) -> pd.DataFrame:
 
 
 def places(table: pd.DataFrame, head: tuple[int, int]) -> pd.Series:
-    """The place of a (layer, head) in each column, 1 for the largest."""
-    return (table > table.loc[head]).sum() + 1
+    """The place of a (layer, head) in each column, 1 for the largest; equals share the last one."""
+    return (table >= table.loc[head]).sum()
+
+
+def standing(runs: pd.DataFrame, back: int, steps: int = 200, layer=None) -> pd.DataFrame:
+    """`places` of the head that takes off, by `measures` `back` steps before it does: a row each of
+    `firsts` that was recorded for so long. layer: among its heads; by default among all."""
+    found = {}
+    for key, first in runs.iterrows():
+        if first.step - back >= steps:
+            table = measures(first.run, first.step - back, steps)
+            found[key] = places(table if layer is None else table.loc[[layer]], first.place)
+    return pd.DataFrame.from_dict(found, orient="index", columns=MEASURES)
+
+
+def own_sums(runs: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
+    """`heads.sums` of the head that takes off, from `begin` to `end` steps before it does: a row
+    each of `firsts`."""
+    found = {k: sums(f.run, f.step - begin, f.step - end).loc[f.place] for k, f in runs.iterrows()}
+    return pd.DataFrame(found).T
+
+
+def layer_sums(runs: pd.Series, after, until, column: str = "delta_bias") -> pd.DataFrame:
+    """A column of `heads.sums` in each head of the layer: a row a run. after, until: numbers, or a
+    Series of them by run."""
+    steps = pd.DataFrame(dict(run=runs, after=after, until=until))
+    return pd.DataFrame(
+        {key: sums(f.run, f.after, f.until)[column][LAYER] for key, f in steps.iterrows()}
+    ).T
+
+
+def shares(table: pd.DataFrame) -> pd.DataFrame:
+    """Each head's share of the positive sums of its row, of `layer_sums`."""
+    positive = table.clip(lower=0)
+    return positive.div(positive.sum(axis=1), axis=0)
 
 
 def net(tables: Mapping, heads: Mapping) -> pd.DataFrame:
@@ -82,27 +116,6 @@ def net(tables: Mapping, heads: Mapping) -> pd.DataFrame:
     layers = pd.DataFrame({k: table["Σε"].groupby("layer").sum() for k, table in tables.items()}).T
     own = pd.Series({key: table["Σε"][heads[key]] for key, table in tables.items()})
     return layers.rename(columns="layer {}".format).assign(**{"first head": own})
-
-
-def named(runs: pd.DataFrame, back: int, steps: int = 200, layer=None) -> pd.DataFrame:
-    """Whether the largest value of each measure, `back` steps before a run's first take-off, is
-    that of the head which takes off; a row each of `firsts` that was recorded for so long.
-
-    layer: of the heads of that layer; by default of all.
-    """
-    found = {}
-    for key, first in runs.iterrows():
-        if first.step - back >= steps:
-            table = measures(first.run, first.step - back, steps)
-            table = table if layer is None else table.loc[[layer]]
-            found[key] = table.idxmax() == pd.Series([first.place] * len(MEASURES), MEASURES)
-    return pd.DataFrame.from_dict(found, orient="index", columns=MEASURES)
-
-
-def shares(table: pd.DataFrame) -> pd.Series:
-    """Each head's share of the positive sums Σε of the layer; table: of `heads.sums`."""
-    positive = table.delta_bias[LAYER].clip(lower=0)
-    return positive / positive.sum()
 
 
 def before_growth(run, healthy, head: tuple[int, int], times: float = 1.5) -> tuple[float, int]:
@@ -125,6 +138,12 @@ def last_steps(run, head: tuple[int, int]) -> dict[str, float]:
         own=(wide[head] > 0).mean(), others=(others > 0).to_numpy().mean(), total=wide[head].sum(),
         begin=run.onset.step.min(),
     )  # fmt: skip
+
+
+def by_luck(hits, count: int = 6) -> float:
+    """P of at least as many hits by drawing one of `count` heads at random for each, exact."""
+    hits = list(hits)
+    return float(stats.binomtest(sum(map(int, hits)), len(hits), 1 / count, "greater").pvalue)
 
 
 # The order of the heads
@@ -156,6 +175,29 @@ def tendency(runs: Mapping, steps: int = 200, count: int = 5) -> dict[int, tuple
     }
 
 
+def shared(place: Mapping, one: str, *others: str) -> dict:
+    """Whether other arms have the head that one arm has in a seed, by (arm, seed), where both have
+    one. place: {(arm, seed): head}."""
+    seeds = [seed for arm, seed in place if arm == one]
+    return {
+        (other, seed): place[one, seed] == place[other, seed]
+        for other in others
+        for seed in seeds
+        if (other, seed) in place
+    }
+
+
+def by_row_sum(campaigns, known, back: int = 400) -> dict[bool, pd.DataFrame]:
+    """`standing` among all heads in the arms of campaigns that explode, pooled by whether the row
+    sum ℓ is in BF16. Left out are known arms and repeats. Take-offs at every 200th step."""
+    found = {True: [], False: []}
+    for name, arm in ((name, arm) for arms in campaigns for name, arm in arms.items()):
+        if arm.exploded and not name.endswith("_seen") and not any(arm is one for one in known):
+            in_bf16 = PrecisionPolicy.parse(arm.config.policy).l.fmt.name == "bf16"
+            found[in_bf16].append(standing(firsts(arm.by_seed, lag=200, every=200), back))
+    return {in_bf16: pd.concat(tables) for in_bf16, tables in found.items()}
+
+
 def reading(config) -> list[int]:
     """The heads of the layer whose gradient reads ε, of an arm with policies for single heads, or
     for layers."""
@@ -168,4 +210,4 @@ def fastest_inside(run, settled: int = 600) -> tuple[int, float]:
     """(head of the layer whose σ(W_Q) grows most from one probe to the next, by what factor)."""
     table = norms(run)[LAYER]
     ratio = (table / table.shift(1)).loc[settled:].max()
-    return int(ratio.idxmax()), float(np.max(ratio))
+    return int(ratio.idxmax()), float(ratio.max())
