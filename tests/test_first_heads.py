@@ -9,6 +9,7 @@ from scipy import stats
 from test_heads import made_up
 
 from lowprec.evidence.survival import load_arms
+from lowprec.records.explosion import Explosion
 from lowprec.studies import first_heads
 
 
@@ -31,7 +32,9 @@ def test_the_first_take_off_of_each_run_that_has_one(firsts):
 
 
 def test_only_confirmed_explosions_count(runs):
-    arm = SimpleNamespace(by_seed={seed: run for (_, seed), run in runs.items()})
+    rising = made_up(onset=1400)
+    rising.explosion = Explosion(1400, False)
+    arm = SimpleNamespace(by_seed={0: runs["a", 0], 1: runs["a", 1], 2: rising})
     assert list(first_heads.exploded({"a": arm})) == [("a", 0)]
 
 
@@ -94,7 +97,9 @@ def test_arms_that_share_a_head():
 
 def test_the_heads_that_read_their_error():
     arms = load_arms("layers")
-    found = {name: first_heads.reading(arms[name].config) for name in ("only1", "head-a", "others-a")}
+    found = {
+        name: first_heads.reading(arms[name].config) for name in ("only1", "head-a", "others-a")
+    }
     assert found == {"only1": list(range(6)), "head-a": [2], "others-a": [0, 1, 3, 4, 5]}
     head, times = first_heads.fastest_inside(made_up(h1=(799, 4)))
     assert head == 1 and times == pytest.approx(2)
