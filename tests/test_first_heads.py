@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 from test_heads import made_up
 
+from lowprec.evidence.heads import sums, take_offs
 from lowprec.evidence.survival import load_arms
 from lowprec.records.explosion import Explosion
 from lowprec.studies import first_heads
@@ -117,3 +118,18 @@ def test_arms_are_pooled_by_the_rounding_of_the_row_sum():
 def test_luck_is_scipys():
     p = stats.binomtest(20, 32, 1 / 6, alternative="greater").pvalue
     assert first_heads.by_luck([True] * 20 + [False] * 12) == p
+
+
+def test_how_often_a_measure_names_the_head_in_recorded_runs():
+    arms = load_arms("mini")
+    runs = first_heads.exploded({name: arms[name] for name in ("low", "fa2", "dodo", "o_acc")})
+    found = first_heads.standing(first_heads.firsts(runs), 100, layer=first_heads.LAYER)
+    named = dict.fromkeys(("delta_bias", "delta_abs", "tied_rows", "sigma_q"), 0)
+    for run in runs.values():
+        first = take_offs(run).iloc[0]
+        table = sums(run, first.step - 300, first.step - 100).loc[1]
+        norms = run.probes[(run.probes.step == first.step - 100) & (run.probes.layer == 1)]
+        table = table.assign(sigma_q=norms.set_index("head").sigma_q)
+        for measure in named:
+            named[measure] += table[measure].idxmax() == first["head"]
+    assert (len(found), *(found == 1).sum()[:4]) == (32, *named.values())
