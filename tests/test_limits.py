@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONVERTED = [
     "10_my_run_exploded",
     "11_the_explosion",
+    "22_one_layer",
     "23_delta_carries_it",
     "25_a_larger_model",
     "26_a_larger_batch",
@@ -39,6 +40,7 @@ CONVERTED = [
     "63_a_study_of_bfloat16",
     "laboratory/43_production_kernels_on_cpu",
     "laboratory/46_ties_or_silence",
+    "laboratory/24_which_heads",
 ]
 """Pages in the new form that are held to the limits."""
 

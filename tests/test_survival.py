@@ -294,6 +294,15 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         load_arms("nowhere")
 
 
+def test_an_arm_is_joined_by_that_of_another_campaign():
+    one, more = (load_arms(name)["only1"] for name in ("layers", "layers_again"))
+    both = one.joined(more)
+    assert both.seeds == (0, 1, 2, 4) == tuple(both.by_seed) and (both.n, both.exploded) == (4, 4)
+    assert (one.n, one.seeds, both.config) == (2, (1, 4), one.config)
+    empty = Arm(one.name, one.config, one.seeds, None)
+    assert one.joined(empty).n == 2 and empty.joined(empty).runs is None
+
+
 def test_a_campaign_is_named_or_its_folder_is(tmp_path, monkeypatch):
     """By `load_runs` and `load_arms` alike."""
     (tmp_path / "mine").mkdir()

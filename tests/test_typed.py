@@ -40,25 +40,6 @@ def test_page_12_the_errors_sum_to_something_positive_with_each(recorded):
     assert all(sums(run, 599, 999).loc[1].delta_bias.sum() > 0 for run in trained)
 
 
-def test_page_24_how_often_the_largest_sum_of_all_heads_names_the_first(recorded):
-    def named(*names):
-        of = []
-        for run in chosen(recorded, *names):
-            taken = take_offs(run, lag=200, every=200)
-            if len(taken) and (end := taken.step[0] - 400) >= 200:
-                values = sums(run, end - 200, end).delta_bias
-                of.append(values.idxmax() == (taken.layer[0], taken["head"][0]))
-        return np.array([sum(of), len(of)])
-
-    other = [("sites", "paper", "only_o", "only_o_acc"), ("mini", "fa2")]
-    other += [("production", "fa2_tile128"), ("rivals", "fp16")]
-    assert list(sum(named(*names) for names in other)) == [20, 27]
-    assert list(named("sites", "only_o")) == [3, 4], "page 24 says three of six, none of them"
-    assert list(named("sites", "only_o_acc")) == [2, 4], "with the numerator alone"
-    bf16 = [("sites", "released"), ("mini", "low", "o_acc", "dodo")]
-    assert list(sum(named(*names) for names in bf16)) == [8, 28]
-
-
 def test_page_32_how_much_of_the_errors_adds_up():
     """Its first screen: nearly nine tenths, more than a third, unrelated ones about a tenth."""
     for name, head, low, high in zip(

@@ -71,6 +71,12 @@ class Arm:
         runs = self.runs[self.runs.seed.isin(seeds)] if self.n else None
         return replace(self, seeds=seeds, runs=None if runs is None or runs.empty else runs)
 
+    def joined(self, other: Arm) -> Arm:
+        """The arm with the seeds and runs of an arm of another campaign, of the same config."""
+        runs = [arm.runs for arm in (self, other) if arm.n]
+        both = pd.concat(runs).sort_values("seed", ignore_index=True) if runs else None
+        return replace(self, seeds=tuple(sorted({*self.seeds, *other.seeds})), runs=both)
+
     def outcomes(self, by: float = np.inf) -> pd.Series:
         """Whether each seed exploded by a step, True or False, those left out of which it is not
         known, see `counted`. What a claim that counts runs or seeds takes."""
