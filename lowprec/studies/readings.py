@@ -93,6 +93,23 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.float() == b.float()).double().mean().item()
 
 
+def moved(tensors, tile: int = TILE) -> float:
+    """Share of the differences S − m of visible scores that are no BF16 numbers, in RELEASED."""
+    x = emulate(*tensors[:3], RELEASED.replace(x="fp32"), tile).x
+    x = x[x.isfinite()]
+    return 1 - equal(x, x.bfloat16())
+
+
+def products(tensors, tile: int = TILE) -> dict[str, float]:
+    """Share of elements of this machine's BF16 products that are the FP32 product, rounded once."""
+    q, k, v, _ = tensors
+    p = emulate(q, k, v, RELEASED, tile).p.bfloat16()
+    return {
+        name: equal(a @ b, (a.float() @ b.float()).bfloat16())
+        for name, (a, b) in {"QKᵀ": (q, k.mT), "P̄V": (p, v)}.items()
+    }
+
+
 def traces(programs: Mapping, inputs: Mapping, backward: bool = False) -> dict:
     """What `emulate` gives, {(program, family): its trace}, with gradients if asked for.
 
