@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONVERTED = [
     "10_my_run_exploded",
     "11_the_explosion",
+    "21_not_tiling",
     "23_delta_carries_it",
     "25_a_larger_model",
     "26_a_larger_batch",
@@ -35,6 +36,7 @@ CONVERTED = [
     "61_is_flash_attention_stable",
     "62_do_weights_drift_apart",
     "63_a_study_of_bfloat16",
+    "laboratory/12_what_ran",
 ]
 """Pages in the new form that are held to the limits."""
 

@@ -496,13 +496,7 @@ def first_screen(number):
 
 
 def test_what_first_screens_count(recorded):
-    """Counts that stand in the first words of pages 21 and 24, as typed there."""
-
-    def refuted(notebook):
-        return [c for c in REGISTRY.values() if c.notebook == notebook and c.verdict == "refuted"]
-
-    assert len(refuted("21_not_tiling")) == 5
-    assert "five of our predictions on it failed" in first_screen(21)
+    """Counts that stand in the first words of page 24, as typed there."""
     named = dict.fromkeys(("delta_bias", "delta_abs", "tied_rows", "sigma_q"), 0)
     exploded = chosen(recorded, "mini", "low", "fa2", "dodo", "o_acc")
     for run in exploded:
