@@ -73,7 +73,7 @@ def test_the_line_of_place_says_where_how_long_and_offers_the_files():
     page = page_of(text("word " * 1000))
     title, place, question = page.cells[0].source.split("\n\n")[:3]
     assert title == "# What carries it" and question == "**Question.** Which one?"
-    assert place.startswith('<p class="lowprec-place">Part I, page 1 of 5 · 4 minutes')
+    assert place.startswith('<p class="lowprec-place">Part I, page 1 of 4 · 4 minutes')
     assert " · computed in 12 s on a " in place
     link = '<a href="../downloads/11_the_explosion/source.ipynb" download="11_the_explosion.ipynb">'
     assert f"download {link}the notebook</a>" in place

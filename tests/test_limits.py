@@ -15,6 +15,7 @@ CONVERTED = [
     "10_my_run_exploded",
     "11_the_explosion",
     "22_one_layer",
+    "21_not_tiling",
     "23_delta_carries_it",
     "25_a_larger_model",
     "26_a_larger_batch",
@@ -41,6 +42,7 @@ CONVERTED = [
     "laboratory/43_production_kernels_on_cpu",
     "laboratory/46_ties_or_silence",
     "laboratory/24_which_heads",
+    "laboratory/12_what_ran",
 ]
 """Pages in the new form that are held to the limits."""
 

@@ -495,16 +495,6 @@ def first_screen(number):
     return " ".join(text.split("\n| | |")[0].split())
 
 
-def test_what_first_screens_count():
-    """Counts that stand in the first words of page 21, as typed there."""
-
-    def refuted(notebook):
-        return [c for c in REGISTRY.values() if c.notebook == notebook and c.verdict == "refuted"]
-
-    assert len(refuted("21_not_tiling")) == 5
-    assert "five of our predictions on it failed" in first_screen(21)
-
-
 def test_one_failing_capture_has_a_common_part_of_some_hundreds(captures):
     far = [
         abs(scores.parts(*scores.unrounded(c), c.scale)["common"]) > 256

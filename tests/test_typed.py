@@ -29,17 +29,6 @@ def test_page_42_which_changes_of_training_come_later(recorded):
     assert all(x.explosion is None or x.explosion.onset > low[x.seed] for x in quarter)
 
 
-def test_page_12_one_run_of_fa2_has_no_take_off_between_probes_far_apart(recorded):
-    first = [run for run in chosen(recorded, "mini", "fa2") if run.seed < 4]
-    assert [take_offs(run, 2, 200, every=200).empty for run in first].count(True) == 1
-
-
-def test_page_12_the_errors_sum_to_something_positive_with_each(recorded):
-    trained = chosen(recorded, "sites", "paper", "released") + chosen(recorded, "mini", "fa2")
-    assert len(trained) == 16
-    assert all(sums(run, 599, 999).loc[1].delta_bias.sum() > 0 for run in trained)
-
-
 def test_page_32_how_much_of_the_errors_adds_up():
     """Its first screen: nearly nine tenths, more than a third, unrelated ones about a tenth."""
     for name, head, low, high in zip(
@@ -81,18 +70,8 @@ def test_page_45_the_papers_setting(recorded):
     assert middle.abs().max() < 0.02, "near 0 in every layer"
 
 
-def test_pages_47_and_21_what_is_sooner(recorded):
+def test_page_47_what_is_sooner(recorded):
     shorter = {run.seed: run.explosion.onset for run in chosen(recorded, "rivals", "fp16")}
     wide = chosen(recorded, "fp16", "fp16_s_fp32")
     assert all(run.explosion.confirmed for run in wide) and len(wide) == 4, "and intro"
     assert sum(run.explosion.onset < shorter[run.seed] for run in wide) == 2
-    low = {run.seed: run for run in chosen(recorded, "mini", "low")}
-    tiled = chosen(recorded, "sites", "tile64", "tile512")
-    early = [run for run in tiled if run.explosion.onset < low[run.seed].explosion.onset]
-    assert (len(early), sum("H100" in run.hardware for run in early)) == (7, 5), "limits of page 21"
-
-    def total(run):
-        return run.probes[run.probes.step.between(200, 800, "right")].delta_bias.sum()
-
-    ratios = [total(run) / total(low[run.seed]) for run in chosen(recorded, "sites", "tile64")]
-    assert (np.array(ratios) < 1.3).sum() == 2, "limits of page 21"

@@ -9,7 +9,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.policy import RELEASED
-from lowprec.studies.published import GpuAutocast, backward, forward
+from lowprec.studies.published import (
+    REGIMES,
+    GpuAutocast,
+    backward,
+    backward_error,
+    forward,
+    under,
+    value_types,
+)
 
 
 @pytest.fixture
@@ -74,3 +82,26 @@ def test_released_is_this_program(name):
     assert t.o.dtype == torch.bfloat16
     equal = (t.o == emulate(q, k, v, RELEASED, tile=32).o).float().mean()
     assert equal > 0.97
+
+
+def test_what_surrounds_the_program_types_its_values():
+    table = value_types().set_index("value")
+    assert list(table.columns) == list(REGIMES)
+    assert table.loc["output O"].tolist() == ["bf16", "fp32", "bf16", "bf16"]
+    assert table.loc["P̄"].tolist() == ["fp32", "fp32", "bf16", "bf16"]
+
+
+def test_the_backward_says_why_it_raises():
+    q, k, v, do = family("normal")
+    with GpuAutocast():
+        t = forward(q, k, v)
+        assert backward_error(t, q, k, v, do) == ""
+    assert "dtype" in backward_error(t, q, k, v, do)
+
+
+def test_under_gives_the_inputs_the_type_of_the_regime():
+    q, k, v, _ = family("normal")
+    with GpuAutocast():
+        expected = forward(q, k, v, 32).o
+    assert torch.equal(under("GPU autocast, BF16 inputs", q, k, v, 32).o, expected)
+    assert under("GPU autocast, FP32 inputs", q, k, v, 32).o.dtype == torch.float32

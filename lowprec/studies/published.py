@@ -12,8 +12,11 @@ forms the probabilities again from row sum and maximum. Each runs under whatever
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
+import pandas as pd
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -94,3 +97,42 @@ class GpuAutocast(TorchFunctionMode):
         if dtype is not None:
             args = [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in args]
         return function(*args, **(kwargs or {}))
+
+
+REGIMES = {
+    "GPU autocast, BF16 inputs": (GpuAutocast, torch.bfloat16),
+    "GPU autocast, FP32 inputs": (GpuAutocast, torch.float32),
+    "CPU autocast, BF16 inputs": (partial(torch.autocast, "cpu", torch.bfloat16), torch.bfloat16),
+    "no autocast, BF16 inputs": (nullcontext, torch.bfloat16),
+}
+"""What may surround the program, and the type of its inputs."""
+VALUES = {
+    "s": "scores", "x": "argument of exp", "p_unnorm": "P̄", "total": "row sum of a block",
+    "alpha": "rescaling factor", "pv": "P̄V of a block", "l": "running ℓ", "o_acc": "running Ō",
+    "o": "output O", "lse": "m + log ℓ, for the backward",
+}  # fmt: skip
+
+
+def under(regime: str, q, k, v, tile: int = 512, **how) -> SimpleNamespace:
+    """`forward` in one of REGIMES."""
+    context, dtype = REGIMES[regime]
+    with context():
+        return forward(q.to(dtype), k.to(dtype), v.to(dtype), tile, **how)
+
+
+def value_types() -> pd.DataFrame:
+    """The type that each of VALUES gets, a column a regime."""
+    small = torch.ones(1, 1, 8, 16)
+    found = {regime: under(regime, small, small, small, 4) for regime in REGIMES}
+    short = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+    table = {r: [short[getattr(t, name).dtype] for name in VALUES] for r, t in found.items()}
+    return pd.DataFrame({"value": VALUES.values()} | table)
+
+
+def backward_error(t, q, k, v, do, tile: int = 512) -> str:
+    """What the backward says if it raises under the autocast that is on; empty if it runs."""
+    try:
+        backward(t, q, k, v, do, tile)
+    except RuntimeError as error:
+        return str(error)
+    return ""
