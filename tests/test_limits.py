@@ -26,15 +26,18 @@ CONVERTED = [
     "37_bias_without_ties",
     "38_where_the_sign_comes_from",
     "39_a_bias_is_enough",
+    "42_a_lower_rate",
     "44_a_better_fix",
     "45_is_my_model_affected",
     "47_three_more_bits",
     "48_not_only_delta",
     "49_a_fix_at_the_root",
     "51_what_it_costs",
+    "52_what_else_helps",
     "61_is_flash_attention_stable",
     "62_do_weights_drift_apart",
     "63_a_study_of_bfloat16",
+    "laboratory/42_rivals",
 ]
 """Pages in the new form that are held to the limits."""
 
