@@ -1,10 +1,13 @@
 """Remedies on captures: gradients, errors, centred keys, and the word on an arm."""
 
+from types import SimpleNamespace
+
 import pandas as pd
 import pytest
 import torch
 
 from lowprec.attention.reference import oracle
+from lowprec.evidence import survival
 from lowprec.records.files import data_root
 from lowprec.studies import dated
 from lowprec.studies.rivals import (
@@ -17,9 +20,11 @@ from lowprec.studies.rivals import (
     effect,
     exact_gradient,
     gradient_error,
+    judged,
     left,
     load_captures,
     query_gradient,
+    shares,
 )
 from lowprec.studies.stabilised import retrace
 from lowprec.training.capture import Capture
@@ -115,3 +120,32 @@ def test_the_word_on_an_arm(n, exploded, median, p, word):
     base = pd.Series(dict(n=8, exploded=8, median=3700.0, p_holm=float("nan")))
     row = dict(n=n, exploded=exploded, median=median, p_holm=p, verdict="the verdict")
     assert effect(pd.Series(row), base) == word
+
+
+def test_arms_are_judged_beside_the_base():
+    arms = survival.load_arms("rivals")
+    names = ["decay", "o_split", "beta7", "lr_half"]
+    low = survival.load_arms("mini")["low"]
+    table = judged({"low": low} | {name: arms[name] for name in names}, "low").set_index("arm")
+    assert table.effect.to_dict() == {
+        "low": "base", "decay": "not seen in 4", "o_split": "prevents", "beta7": "not finite",
+        "lr_half": "not resolved",
+    }  # fmt: skip
+    assert table.took_off.drop("beta7").to_dict() == {
+        "low": 8, "decay": 4, "o_split": 0, "lr_half": 4
+    }  # fmt: skip
+    assert table.isna().took_off["beta7"], "its runs end before a head could take off"
+    absent = survival.Arm("later", None, (0, 1), None)
+    assert list(judged({"low": low, "later": absent, "half": arms["lr_half"]}, "low").arm) == [
+        "low", "half"
+    ]  # fmt: skip
+
+
+def test_shares_are_of_the_probes_between_two_steps_without_some_layers():
+    probes = pd.DataFrame(
+        dict(step=[199, 399, 599, 599, 799], layer=[0, 0, 0, 1, 0], tied_rows=[9, 1, 2, 8, 9],
+             rows=[10, 10, 10, 10, 10], delta_bias=[9, 1, -3, 4, 9.0], delta_abs=[9, 4, 4, 8, 9.0])
+    )  # fmt: skip
+    run = SimpleNamespace(probes=probes)
+    assert shares(run, 200, 599) == pytest.approx(dict(tied=1100 / 30, bias=200 / 16, size=16 / 30))
+    assert shares(run, 200, 599, [1]) == pytest.approx(dict(tied=15, bias=-25, size=8 / 20))

@@ -15,20 +15,6 @@ ROOT = Path(__file__).resolve().parent.parent
 WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
 
 
-def test_page_42_which_changes_of_training_come_later(recorded):
-    low = {run.seed: run.explosion.onset for run in chosen(recorded, "mini", "low")}
-    later = {
-        arm: sorted(x.explosion.onset > low[x.seed] for x in chosen(recorded, "rivals", arm))
-        for arm in ("lr_half", "warmup_4x")
-    }
-    half = {"lr_half": [False, False, True, True]}
-    assert later == half | {"warmup_4x": [False, True, True, True]}
-    quarter = chosen(recorded, "rivals", "lr_quarter")
-    onsets = {x.explosion and x.explosion.onset for x in quarter}
-    assert onsets == {4773, 8348, 8475, None} and {len(x.metrics) for x in quarter} >= {21_000}
-    assert all(x.explosion is None or x.explosion.onset > low[x.seed] for x in quarter)
-
-
 def test_page_32_how_much_of_the_errors_adds_up():
     """Its first screen: nearly nine tenths, more than a third, unrelated ones about a tenth."""
     for name, head, low, high in zip(

@@ -6,6 +6,8 @@ So a remedy can be judged by what it leaves, without saying first where the erro
 some draws of each random rounding that takes a while, so the page reads a table:
 
     python -m lowprec.studies.rivals data/studies/rivals        DATE-left.parquet
+
+In training a remedy is judged beside the runs without it, with `judged`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch
 
 from lowprec import entry
 from lowprec.attention.reference import oracle
-from lowprec.evidence.survival import LEVEL
+from lowprec.evidence import survival
+from lowprec.evidence.heads import first_take_off
 from lowprec.records.files import data_root
 from lowprec.studies import dated
 from lowprec.studies.stabilised import retrace
@@ -123,9 +126,51 @@ def effect(row, base) -> str:
     """
     if row.exploded == 0 or row.n < 4:
         return row.verdict
-    if row.p_holm >= LEVEL:
+    if row.p_holm >= survival.LEVEL:
         return "not resolved"
     return "postpones" if row["median"] > base["median"] else "hastens"
+
+
+FIRST = 799
+"""The first probe at which a head can take off, where probes are 200 steps apart."""
+
+
+def judged(arms: dict, base: str) -> pd.DataFrame:
+    """Arms of training beside one of them, a row each, the base first, those without runs left out.
+
+    arms: {name: `lowprec.evidence.survival.Arm`}. Columns of `survival.compare_arms` with the
+    permutation test, but `verdict` by its test of counts; took_off, in how many runs a head takes
+    off (NaN if all are too short to tell); effect, the word of `effect`, "base", or "not finite"
+    where every run ends with such a loss.
+    """
+    there = {name: arm.runs.assign(arm=name) for name, arm in arms.items() if arm.n}
+    runs = pd.concat(there.values(), ignore_index=True)
+    counts = survival.compare_arms(runs, base)
+    table = survival.compare_arms(runs, base, test="permutation").assign(verdict=counts.verdict)
+    long = runs[runs.duration > FIRST]
+    rose = long.run.map(first_take_off).notna().groupby(long.arm).sum()
+    first, *rest = (row for _, row in table.iterrows())
+    table = table.assign(
+        took_off=table.arm.map(rose), effect=["base", *(effect(row, first) for row in rest)]
+    )
+    ended = (runs.ended == "non-finite").groupby(runs.arm).all()
+    table.loc[table.arm.map(ended), "effect"] = "not finite"
+    return table
+
+
+def shares(run, first: int, last: int, without=()) -> dict[str, float]:
+    """Sums over a run's probes between two steps, both included, and all layers but some.
+
+    tied: tied rows, %; bias: the signed sum of delta's errors over the sum of their sizes, %; size:
+    mean size of such an error.
+    """
+    table = run.probes[run.probes.step.between(first, last) & ~run.probes.layer.isin(without)]
+    total = table[["tied_rows", "rows", "delta_bias", "delta_abs"]].sum()
+    return dict(
+        tied=100 * total.tied_rows / total.rows,
+        bias=100 * total.delta_bias / total.delta_abs,
+        size=total.delta_abs / total.rows,
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
