@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import torch
-from conftest import chosen, excess
+from conftest import chosen
 
 from lowprec.attention import trace
-from lowprec.evidence.heads import sums, take_offs
+from lowprec.evidence.heads import take_offs
 from lowprec.numerics.policy import PrecisionPolicy
 
 ROOT = Path(__file__).resolve().parent.parent
