@@ -229,17 +229,20 @@ def contents(root: Path) -> dict[str, list[str]]:
 
 
 def _belongs(name: str, root: Path, files: list[str]) -> str:
-    """The first page of the contents that names this one, as a link; empty if there is none."""
+    """The page of the contents that names this one most often, as a link; empty if none does."""
+    texts = {}
     for file in files:
         folder, _, main = file.partition("/")
         source = root / "notebooks" / f"{main}.ipynb"
-        if folder != "executed" or "/" in main or not source.is_file():
-            continue
-        if re.search(rf"\b{name}\b", text := source.read_text()):
-            first = "".join(json.loads(text)["cells"][0]["source"]).partition("\n")[0]
-            title = html.escape(title_of(first).replace("`", ""))
-            return f' of <a href="../{main}.html">{title}</a>'
-    return ""
+        if folder == "executed" and "/" not in main and source.is_file():
+            texts[main] = source.read_text()
+    often = {main: len(re.findall(rf"\b{name}\b", text)) for main, text in texts.items()}
+    main = max(often, key=often.get, default=None)
+    if not main or not often[main]:
+        return ""
+    first = "".join(json.loads(texts[main])["cells"][0]["source"]).partition("\n")[0]
+    title = html.escape(title_of(first).replace("`", ""))
+    return f' of <a href="../{main}.html">{title}</a>'
 
 
 def downloads(name: str) -> str:
