@@ -76,7 +76,7 @@ OTHERWISE = {
         stabilised-untied stabilised-untied-head
     """,
     "inconclusive": """
-        beyond-safe common-one-sequence fix-centred-low fix-centred-norm peers-sdpa
+        common-one-sequence fix-centred-low fix-centred-norm peers-sdpa
         rounding-sink-no-ties
     """,
 }
