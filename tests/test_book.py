@@ -364,6 +364,12 @@ def test_each_claim_has_an_address_that_leads_to_its_box(parsed):
         assert anchor == f"claim-{id}" and anchor in parsed[page].ids
 
 
+def test_the_book_and_its_pages_are_small():
+    files = [path for path in SITE.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 55e6
+    assert max(path.stat().st_size for path in files if path.suffix == ".html") < 1e6
+
+
 def test_styles_load_nothing_from_elsewhere():
     for sheet in SITE.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text()), sheet.name

@@ -10,6 +10,7 @@ stops the build.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from docutils.nodes import container
 from jinja2 import pass_context
@@ -100,9 +101,17 @@ class TitleFolds(SphinxPostTransform):
                     node["prompt_show"] = node["prompt_hide"] = title
 
 
+def _keep_one_mathjax(app, error) -> None:
+    """MathJax comes in ten bundles of 1 to 2 MB each, and a page loads one of them."""
+    used = Path(app.outdir) / "_static" / app.config.mathjax_path
+    for bundle in {*used.parent.glob("tex-*.js"), *used.parent.glob("mml-*.js")} - {used}:
+        bundle.unlink()
+
+
 def setup(app) -> dict:
     app.connect("builder-inited", _names, priority=600)  # after MyST has read its configuration
     app.connect("config-inited", _say_who)
     app.connect("env-updated", _targets)
+    app.connect("build-finished", _keep_one_mathjax)
     app.add_post_transform(TitleFolds)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
