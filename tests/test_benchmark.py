@@ -127,8 +127,7 @@ SPEEDS = {
     "record, price, ratio",
     [(made_record(), "to come", None),
      (made_record(**SPEEDS) | dict(hardware="GPU"),
-      "0.980 of the speed with clean, 0.995 of the speed with mean, 0.950 of the speed with "
-      "refined, on one GPU", 0.995)],
+      "clean 0.980, mean 0.995, refined 0.950, on one GPU", 0.995)],
 )  # fmt: skip
 def test_the_page_of_the_fix_has_its_price_once_it_is_recorded(monkeypatch, record, price, ratio):
     path = Path(__file__).resolve().parent.parent / "notebooks" / "49_a_fix_at_the_root.ipynb"
