@@ -61,6 +61,13 @@ def test_the_source_of_a_page_keeps_within_the_limits(name):
     assert limits.beyond(limits.of_source(nb), name) == []
 
 
+@pytest.mark.parametrize("name", CONVERTED)
+def test_no_code_stands_between_a_page_and_its_reader(name):
+    folded = {"hide-input", "fold", "parameters"}
+    code = [c for c in source(name)["cells"] if c["cell_type"] == "code"]
+    assert [c["id"] for c in code if not folded & set(c["metadata"].get("tags", []))] == []
+
+
 @pytest.mark.book
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_page_keeps_within_the_limits(name):
