@@ -186,6 +186,7 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(file):
     assert whole.metrics.equals(runs.load_run(file.parent / "low-seed0").metrics)
 
 
+@pytest.mark.slow
 def test_a_run_that_outlived_its_campaign_is_left_alone(file):
     file.write_text(ONE_RUN.replace("STEPS", "1000000, checkpoint_every: 10"))
     first = command(file, start_new_session=True)

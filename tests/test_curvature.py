@@ -198,6 +198,7 @@ def test_each_site_is_rounded_alone(small, text):
     assert by_site["P, a bit less"] > 2 * by_site["weights P"]
 
 
+@pytest.mark.slow
 def test_a_row_of_the_recorded_table_comes_out_again():
     """As near as another CPU's order of sums leaves the model that it trains."""
     size, seed = PARAMETERS["size"], PARAMETERS["seed"]

@@ -295,6 +295,7 @@ def test_after_the_deadline_no_arm_is_begun(tmp_path):
     assert set(ends.arm) == set(about["arms"]) == {"fp32"}
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     command = [sys.executable, "-m", "lowprec.studies.mixed_runs", str(tmp_path), "digits"]
     sizes = ["--steps", "21", "--seeds", "2"]
