@@ -101,17 +101,19 @@ class TitleFolds(SphinxPostTransform):
                     node["prompt_show"] = node["prompt_hide"] = title
 
 
-def _keep_one_mathjax(app, error) -> None:
-    """MathJax comes in ten bundles of 1 to 2 MB each, and a page loads one of them."""
-    used = Path(app.outdir) / "_static" / app.config.mathjax_path
-    for bundle in {*used.parent.glob("tex-*.js"), *used.parent.glob("mml-*.js")} - {used}:
-        bundle.unlink()
+def _leave_out(app, error) -> None:
+    """What no page loads: all bundles of MathJax but one, 1 to 2 MB each, and maps of sources."""
+    static = Path(app.outdir) / "_static"
+    used = static / app.config.mathjax_path
+    bundles = {*used.parent.glob("tex-*.js"), *used.parent.glob("mml-*.js")} - {used}
+    for file in (*bundles, *static.rglob("*.map")):
+        file.unlink()
 
 
 def setup(app) -> dict:
     app.connect("builder-inited", _names, priority=600)  # after MyST has read its configuration
     app.connect("config-inited", _say_who)
     app.connect("env-updated", _targets)
-    app.connect("build-finished", _keep_one_mathjax)
+    app.connect("build-finished", _leave_out)
     app.add_post_transform(TitleFolds)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
