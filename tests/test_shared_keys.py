@@ -149,7 +149,7 @@ def test_rows_beyond_one_hardware_block(policy, tile, causal, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_sequence_has_its_own_keys_and_a_call_repeats_bit_by_bit(device):
     n = 500 if device == "cuda" else 30
-    inputs, policy = inputs_of(1, n=n, device=device, of=2), every("bf16:stochastic")
+    inputs, policy = inputs_of(2, n=n, device=device), every("bf16:stochastic")
     got, again = (run(*inputs, policy, seed=3) for _ in range(2))
     assert beyond_bounds(got, inputs, policy, seed=3) == []
     assert all(torch.equal(x, getattr(again, name)) for name, x in vars(got).items())

@@ -294,6 +294,12 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         load_arms("nowhere")
 
 
+def test_an_arm_knows_the_onsets_of_the_runs_that_have_one():
+    arms = load_arms("positions", ["nope-fix", "fix"])
+    assert arms["nope-fix"].onsets == {2: 4014, 4: 5140, 5: 2477} and arms["fix"].onsets == {}
+    assert Arm("none", None, (1,), None).onsets == {}
+
+
 def test_an_arm_is_joined_by_that_of_another_campaign():
     one, more = (load_arms(name)["only1"] for name in ("layers", "layers_again"))
     both = one.joined(more)

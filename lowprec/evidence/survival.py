@@ -65,6 +65,11 @@ class Arm:
         """The runs, {seed: Run}."""
         return dict(zip(self.runs.seed, self.runs.run, strict=True)) if self.n else {}
 
+    @property
+    def onsets(self) -> dict[int, int]:
+        """The step at which each run that exploded did, {seed: step}."""
+        return {s: run.explosion.onset for s, run in self.by_seed.items() if run.explosion}
+
     def only(self, seeds) -> Arm:
         """The arm with some of its seeds alone, those that it plans."""
         seeds = tuple(seed for seed in self.seeds if seed in set(seeds))
