@@ -529,6 +529,7 @@ def train_by_torchrun(out, *words, count=2, program=("-m", "lowprec"), **config)
     return runs.load_run(out), said
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_from_where_one_stopped(tmp_path, monkeypatch):
     """Same numbers up to the order of sums; the record says who made which steps."""
     changed = dict(steps=8, batch_size=4, checkpoint_every=3, seed=3)
