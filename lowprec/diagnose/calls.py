@@ -1,0 +1,282 @@
+"""The calls of attention in a model: which weights made the queries, and a model seen through.
+
+A call is traced back to W_Q by automatic differentiation, from q to what each linear map of the
+layer put out, so that rotary positions, norms of q and fused projections need no special case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from lowprec import UserError
+from lowprec.diagnose import measures
+from lowprec.numerics.policy import FA2, PrecisionPolicy
+from lowprec.training.model import GPT
+
+
+class Linears:
+    """What the linear maps of a model read and put out, from one call of attention to the next.
+
+    A context manager: inside, hooks are on all modules of the model.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.inside, self.passed = model, [], {}
+
+    def __enter__(self):
+        self.hooks = []
+        for module in self.model.modules():
+            self.hooks.append(module.register_forward_pre_hook(self._enter))
+            self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+        self.inside, self.passed = [], {}
+
+    def _enter(self, module, inputs):
+        self.inside.append(module)
+
+    def _leave(self, module, inputs, output):
+        while self.inside and self.inside.pop() is not module:
+            pass
+        linear = getattr(getattr(module, "weight", None), "ndim", 0) == 2
+        if linear and inputs and torch.is_tensor(output) and inputs[0].is_floating_point():
+            self.passed[module] = inputs[0].detach(), output
+
+    def before(self, q) -> Queries:
+        """The way from q back, to the maps of the innermost module that has called any."""
+        around = [
+            [self.passed[m] for m in module.modules() if m in self.passed]
+            for module in reversed(self.inside)
+        ]
+        self.passed = {}
+        return Queries(q, [maps for maps in around if maps])
+
+
+class Queries:
+    """From a dQ to the norms of the gradients that it makes in the weights of q.
+
+    around: (x, y) of the linear maps that may have made q, those of the innermost module first.
+    The graph from q back to them must be there when it is called. `sequences`: of the batch, the
+    first so many; a dQ has so many, and rows up to any length.
+    """
+
+    def __init__(self, q, around, sequences=None):
+        self.q, self.sequences = q, sequences
+        self.around = [[(x, y) for x, y in maps if y.requires_grad] for maps in around]
+        self.maps = self.heads = None
+
+    def __call__(self, dq):
+        """(H,) of all sequences together and (B, H) of each, float64."""
+        if self.maps is None:
+            self._find()
+        count = self.q.shape[1]
+        if not self.maps:
+            each = dq.double().square().sum((2, 3))
+            return each.sum(0).sqrt(), each.sqrt()
+        if self.heads is None:  # a norm over all of q, say: head by head
+            return self._by_head(dq)
+        together = torch.zeros(count, dtype=torch.float64, device=dq.device)
+        each = together.new_zeros(len(dq), count)
+        for (x, _), g, head in zip(self.maps, self._back(dq), self.heads, strict=True):
+            own = head >= 0
+            made = self._cut(g, dq)[..., own].mT @ self._cut(x, dq)
+            together.index_add_(0, head[own], made.sum(0).square().sum(1))
+            each.index_add_(1, head[own], made.square().sum(2))
+        return together.sqrt(), each.sqrt()
+
+    @property
+    def of(self) -> str:
+        """What the gradients are of."""
+        if self.maps is None:
+            self._find()
+        return "W_Q" if self.maps else "dQ"
+
+    def _find(self):
+        """Which maps made q, and of which head each of their outputs is; -1 for none."""
+        self.maps = []
+        n, d = self.q.shape[1], self.q.shape[3]
+        channel = torch.arange(1, d + 1, device=self.q.device).sin().to(self.q.dtype)
+        marks = channel.expand(self.q.shape)
+        for maps in self.around if self.q.requires_grad else []:
+            self.maps = maps
+            found = self._back(marks, allow_unused=True)
+            self.maps = [m for m, g in zip(maps, found, strict=True) if g is not None]
+            if self.maps:
+                break
+        if not self.maps:
+            return
+        whole, bits = self._back(marks), n.bit_length()
+        codes = [torch.zeros(g.shape[-1], dtype=torch.long, device=g.device) for g in whole]
+        numbers = torch.arange(1, n + 1, device=self.q.device)
+        for bit in range(bits):
+            some = (numbers >> bit & 1).to(self.q.dtype)[:, None, None]
+            for code, g, part in zip(codes, whole, self._back(marks * some), strict=True):
+                on = part.flatten(0, -2).any(0)
+                if not torch.equal(part, g * on):
+                    return  # an output is of several heads
+                code += on.long() << bit
+        self.heads = [code - 1 for code in codes]
+
+    def _back(self, dq, allow_unused=False):
+        """The gradient of the output of each map, as the map put it out."""
+        whole = dq
+        if dq.shape != self.q.shape:
+            whole = torch.zeros_like(self.q)
+            whole[: len(dq), :, : dq.shape[2]] = dq
+        outs = [y for _, y in self.maps]
+        return torch.autograd.grad(
+            self.q, outs, whole.to(self.q.dtype), retain_graph=True, allow_unused=allow_unused
+        )
+
+    def _cut(self, x, dq):
+        """float64, (sequences, rows, C) of the rows of dq, also where a model puts all rows into
+        one axis."""
+        return x.reshape(len(self.q), -1, x.shape[-1])[: len(dq), : dq.shape[2]].double()
+
+    def _by_head(self, dq):
+        together, each = [], []
+        for h in range(self.q.shape[1]):
+            part = torch.zeros_like(dq)
+            part[:, h] = dq[:, h]
+            total, apart = 0.0, 0.0
+            for (x, _), g in zip(self.maps, self._back(part), strict=True):
+                made = self._cut(g, dq).mT @ self._cut(x, dq)
+                total = total + made.sum(0).square().sum()
+                apart = apart + made.square().sum((1, 2))
+            together.append(total)
+            each.append(apart)
+        return torch.stack(together).sqrt(), torch.stack(each, 1).sqrt()
+
+
+# A whole model in float32, with attention emulated
+
+
+class _Emulated(torch.autograd.Function):
+    """Attention that reads BF16 and rounds as the policy says, and measures on its way back."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, done):
+        ctx.save_for_backward(q, k, v)
+        ctx.call, ctx.done = call, done
+        given = (x.bfloat16() for x in (q, k, v))
+        o = measures.forward(*given, call.policy, call.scale, call.tile)
+        done()
+        return o.bfloat16().to(q.dtype)  # the dtype of its inputs is what a caller gets
+
+    @staticmethod
+    def backward(ctx, do):
+        full, call = ctx.saved_tensors, ctx.call
+        given = [x.bfloat16() for x in (*full, do)]
+        grads, seen = measures.backward(
+            *given, full[0], full[1], call.policy, call.scale, call.tile, call.layer
+        )
+        call.seen = {name: x.float() if x.dim() == 4 else x for name, x in seen.items()}
+        ctx.done()
+        return *(g.to(x.dtype) for g, x in zip(grads, full, strict=True)), None, None
+
+
+def emulated(model, tokens, policy, done=lambda: None) -> list[measures.Call]:
+    """The calls of one forward and backward in the model's dtype, measured on the way.
+
+    model: a transformers model or a GPT; tokens (B, T). done: called after every call of attention
+    and after every one's backward. Raises `UserError` for what the probe is not for.
+    """
+    calls, linears = [], Linears(model)
+
+    def attend(q, k, v, policy, scale=None, tile=None):
+        call = measures.Call(
+            layer=len(calls), policy=PrecisionPolicy.parse(policy), tile=tile,
+            scale=q.shape[3] ** -0.5 if scale is None else scale, norms=linears.before(q),
+        )  # fmt: skip
+        if call.policy.draws:
+            raise UserError(f"policy {call.policy} draws random bits; the probe takes none that do")
+        calls.append(call)
+        return _Emulated.apply(q, k, v, call, done)
+
+    with linears:
+        loss = (_gpt_loss if isinstance(model, GPT) else _hub_loss)(model, tokens, policy, attend)
+    if not calls:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise UserError(
+            f"no attention was called: {kind} has its own, as Bloom, Falcon, GPT-J and GPT-Neo do; "
+            "the probe is for causal language models whose attention goes through transformers' "
+            "registry"
+        )
+    torch.autograd.grad(loss, calls[0].norms.q, retain_graph=True)
+    return calls
+
+
+def _hub_loss(model, tokens, policy, attend):
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    from lowprec.attention.huggingface import CHANGES_ATTENTION
+
+    def attention(module, q, k, v, mask, dropout=0.0, scaling=None, is_causal=None, **others):
+        for what in CHANGES_ATTENTION:
+            if others.get(what) is not None and others[what] is not False:
+                raise UserError(f"attention 'lowprec-probe' does not support {what}; leave it out")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not is_plain(mask, causal, q, k):
+            raise UserError(_why_not(model, module, others.get("sliding_window"), q.shape[2]))
+        o = attend(q, k, v, policy or FA2, scaling)
+        return o.transpose(1, 2).contiguous(), None
+
+    before = model.config._attn_implementation
+    AttentionInterface.register("lowprec-probe", attention)
+    AttentionMaskInterface.register("lowprec-probe", sdpa_mask)
+    model.set_attn_implementation("lowprec-probe")
+    try:
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    finally:
+        model.set_attn_implementation(before)
+
+
+def is_plain(mask, causal: bool, q, k) -> bool:
+    """Whether a call is causal and hides nothing else: by its flag, or by a mask that says so."""
+    length = q.shape[2]
+    if length != k.shape[2]:
+        return False
+    if mask is None:
+        return causal
+    if mask.shape[-2:] != (length, length):
+        return False
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    return torch.equal(seen, lower.expand_as(seen))
+
+
+def _why_not(model, module, window, length: int) -> str:
+    """Why the probe does not take a call of attention; with the layers of a window."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    some = [str(i) for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    where = f"layers {', '.join(some)} have" if 0 < len(some) < len(kinds) else "the model has"
+    if window and window < length:
+        return (
+            f"{where} a sliding window of {window} tokens, and the sequences have {length}: the "
+            f"probe takes causal attention without a window; with --length {window} and less there "
+            "is none"
+        )
+    return "the probe is for causal attention; this model has another"
+
+
+def _gpt_loss(model, tokens, policy, attend):
+    for block in model.blocks:
+        if policy is None and len(block.groups) > 1:
+            raise UserError("heads of a layer have several policies; give one with --policy")
+
+        def attention(q, k, v, probe=None, seed=0, block=block):
+            return attend(q, k, v, policy or block.groups[0][0], tile=model.config.tile)
+
+        block.attention = attention
+    try:
+        return model(tokens[:, :-1], tokens[:, 1:])
+    finally:
+        for block in model.blocks:
+            del block.attention
