@@ -51,7 +51,7 @@ class Linears:
     def before(self, q) -> Queries:
         """The way from q back, to the maps of the innermost module that has called any."""
         around = [
-            [self.passed[m] for m in module.modules() if m in self.passed]
+            [(m, *self.passed[m]) for m in module.modules() if m in self.passed]
             for module in reversed(self.inside)
         ]
         self.passed = {}
@@ -61,14 +61,14 @@ class Linears:
 class Queries:
     """From a dQ to the norms of the gradients that it makes in the weights of q.
 
-    around: (x, y) of the linear maps that may have made q, those of the innermost module first.
-    The graph from q back to them must be there when it is called. `sequences`: of the batch, the
-    first so many; a dQ has so many, and rows up to any length.
+    around: (map, x, y) of the linear maps that may have made q, those of the innermost module
+    first. The graph from q back to them must be there when it is called, with a dQ of the first
+    sequences and rows. known: a map to the head of each of its outputs, if that was found before.
     """
 
-    def __init__(self, q, around, sequences=None):
-        self.q, self.sequences = q, sequences
-        self.around = [[(x, y) for x, y in maps if y.requires_grad] for maps in around]
+    def __init__(self, q, around, known=None):
+        self.q, self.known = q, {} if known is None else known
+        self.around = [[way for way in maps if way[2].requires_grad] for maps in around]
         self.maps = self.heads = None
 
     def __call__(self, dq):
@@ -83,7 +83,7 @@ class Queries:
             return self._by_head(dq)
         together = torch.zeros(count, dtype=torch.float64, device=dq.device)
         each = together.new_zeros(len(dq), count)
-        for (x, _), g, head in zip(self.maps, self._back(dq), self.heads, strict=True):
+        for (_, x, _), g, head in zip(self.maps, self._back(dq), self.heads, strict=True):
             own = head >= 0
             made = self._cut(g, dq)[..., own].mT @ self._cut(x, dq)
             together.index_add_(0, head[own], made.sum(0).square().sum(1))
@@ -100,28 +100,35 @@ class Queries:
     def _find(self):
         """Which maps made q, and of which head each of their outputs is; -1 for none."""
         self.maps = []
-        n, d = self.q.shape[1], self.q.shape[3]
-        channel = torch.arange(1, d + 1, device=self.q.device).sin().to(self.q.dtype)
-        marks = channel.expand(self.q.shape)
         for maps in self.around if self.q.requires_grad else []:
-            self.maps = maps
-            found = self._back(marks, allow_unused=True)
-            self.maps = [m for m, g in zip(maps, found, strict=True) if g is not None]
+            if all(m in self.known for m, *_ in maps):
+                self.maps = [way for way in maps if self.known[way[0]] is not None]
+                self.heads = [self.known[m] for m, *_ in self.maps]
+            else:
+                self._mark(maps)
             if self.maps:
-                break
-        if not self.maps:
-            return
-        whole, bits = self._back(marks), n.bit_length()
+                return
+
+    def _mark(self, maps):
+        """Find them by gradients that are not zero: heads are numbered from 1, in binary."""
+        n, d = self.q.shape[1], self.q.shape[3]
+        marks = torch.arange(1, d + 1, device=self.q.device).sin().expand(self.q.shape)
+        self.maps = maps
+        whole = self._back(marks, allow_unused=True)
+        self.maps = [way for way, g in zip(maps, whole, strict=True) if g is not None]
+        whole = [g for g in whole if g is not None]
         codes = [torch.zeros(g.shape[-1], dtype=torch.long, device=g.device) for g in whole]
         numbers = torch.arange(1, n + 1, device=self.q.device)
-        for bit in range(bits):
-            some = (numbers >> bit & 1).to(self.q.dtype)[:, None, None]
+        for bit in range(n.bit_length() if self.maps else 0):
+            some = (numbers >> bit & 1)[:, None, None]
             for code, g, part in zip(codes, whole, self._back(marks * some), strict=True):
                 on = part.flatten(0, -2).any(0)
                 if not torch.equal(part, g * on):
                     return  # an output is of several heads
                 code += on.long() << bit
         self.heads = [code - 1 for code in codes]
+        self.known.update(dict.fromkeys([m for m, *_ in maps]))
+        self.known.update({m: head for (m, *_), head in zip(self.maps, self.heads, strict=True)})
 
     def _back(self, dq, allow_unused=False):
         """The gradient of the output of each map, as the map put it out."""
@@ -129,7 +136,7 @@ class Queries:
         if dq.shape != self.q.shape:
             whole = torch.zeros_like(self.q)
             whole[: len(dq), :, : dq.shape[2]] = dq
-        outs = [y for _, y in self.maps]
+        outs = [y for _, _, y in self.maps]
         return torch.autograd.grad(
             self.q, outs, whole.to(self.q.dtype), retain_graph=True, allow_unused=allow_unused
         )
@@ -145,7 +152,7 @@ class Queries:
             part = torch.zeros_like(dq)
             part[:, h] = dq[:, h]
             total, apart = 0.0, 0.0
-            for (x, _), g in zip(self.maps, self._back(part), strict=True):
+            for (_, x, _), g in zip(self.maps, self._back(part), strict=True):
                 made = self._cut(g, dq).mT @ self._cut(x, dq)
                 total = total + made.sum(0).square().sum()
                 apart = apart + made.square().sum((1, 2))
@@ -223,7 +230,7 @@ def _hub_loss(model, tokens, policy, attend):
             if others.get(what) is not None and others[what] is not False:
                 raise UserError(f"attention 'lowprec-probe' does not support {what}; leave it out")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if not is_plain(mask, causal, q, k):
+        if plain_length(mask, causal, q, k) != q.shape[2]:
             raise UserError(_why_not(model, module, others.get("sliding_window"), q.shape[2]))
         o = attend(q, k, v, policy or FA2, scaling)
         return o.transpose(1, 2).contiguous(), None
@@ -238,18 +245,33 @@ def _hub_loss(model, tokens, policy, attend):
         model.set_attn_implementation(before)
 
 
-def is_plain(mask, causal: bool, q, k) -> bool:
-    """Whether a call is causal and hides nothing else: by its flag, or by a mask that says so."""
-    length = q.shape[2]
-    if length != k.shape[2]:
-        return False
-    if mask is None:
-        return causal
-    if mask.shape[-2:] != (length, length):
-        return False
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-    return torch.equal(seen, lower.expand_as(seen))
+def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=None) -> int | str:
+    """How many tokens from the first on attend to all before them and to nothing else, in the first
+    `count` sequences; or why none do. Those of a longer sequence are as if it ended there.
+
+    mask: None, of booleans or floats, (..., T, T) or of tokens (B, T); causal: what is said where
+    that is None or of tokens; window: keys that a query sees; positions (B, T) of packed sequences.
+    """
+    length = q.shape[-2]
+    if length != k.shape[-2]:
+        return "its queries and keys differ in number"
+    if mask is not None and not torch.is_tensor(mask):
+        return f"its mask is a {type(mask).__name__}"
+    if (mask is None or mask.dim() == 2) and not causal:
+        return "it is not causal"
+    ends = [length, window or length]
+    if mask is not None:
+        seen = mask[:count] == 0 if mask.is_floating_point() and mask.dim() > 2 else mask[:count]
+        if mask.dim() > 2:
+            lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+            wrong = (seen.bool() != lower).reshape(-1, length, length).any(0).nonzero()
+            ends.append(int(wrong.amax(1).min()) if len(wrong) else length)
+        else:
+            ends.append(int(seen.bool().int().cumprod(1).sum(1).min()))
+    if positions is not None and positions.dim() == 2:
+        breaks = (positions[:count].diff(dim=1) != 1).any(0).nonzero()
+        ends.append(int(breaks.min()) + 1 if len(breaks) else length)
+    return min(ends) or "its mask hides the first token"
 
 
 def _why_not(model, module, window, length: int) -> str:
