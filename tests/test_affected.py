@@ -10,8 +10,8 @@ import torch
 
 from lowprec import UserError, __main__
 from lowprec.attention.reference import oracle
-from lowprec.diagnose import probe as affected
 from lowprec.diagnose import loading, measures, scores
+from lowprec.diagnose import probe as affected
 from lowprec.diagnose.calls import emulated
 from lowprec.numerics.formats import BF16, ulp
 from lowprec.numerics.policy import FA2

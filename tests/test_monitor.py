@@ -21,6 +21,7 @@ from lowprec.training.capture import Capture
 from lowprec.training.config import PRESETS
 from lowprec.training.model import GPT, autocast
 
+SDPA = F.scaled_dot_product_attention
 CAPTURES = files.data_root() / "captures"
 
 
@@ -116,8 +117,9 @@ def test_the_values_are_those_of_the_probe_on_the_same_batch(hub):
     model, ids = llama(hub, "as-probed"), tokens(3)
     table = watched(model, of_hub(model, ids), sequences=3)
     probed = measures.table(emulated(model, ids, "FA2"), "")
-    for name in ("share", "share_all", "error", "tied"):
-        assert table[name].to_numpy() == pytest.approx(probed[name].to_numpy(), rel=1e-5), name
+    assert table.tied.equals(probed.tied)
+    for name in ("share", "share_all", "error"):  # here dQ goes back through numbers in BF16
+        assert table[name].to_numpy() == pytest.approx(probed[name].to_numpy(), rel=0.01), name
     for name in ("common", "key_share"):  # the probe reads these before BF16
         assert table[name].to_numpy() == pytest.approx(probed[name].to_numpy(), rel=0.02, abs=1e-4)
     assert table[["layer", "head"]].equals(probed[["layer", "head"]])
@@ -130,9 +132,10 @@ def test_every_door_of_a_hub_model_shows_the_same(hub, implementation):
     table = watched(model, of_hub(model, ids), sequences=3, policy="FA2")
     probed = measures.table(emulated(model, ids, "FA2"), "")
     assert (table["of"] == "W_Q").all() and len(table) == 8
-    assert table.gradient.to_numpy() == pytest.approx((probed.error / probed.share).to_numpy(), rel=0.05)
-    # the attention of other layers is not rounded here, which flips roundings of this one
-    assert table.share.to_numpy() == pytest.approx(probed.share.to_numpy(), rel=0.5)
+    exact = (probed.error / probed.share).to_numpy()
+    assert table.gradient.to_numpy() == pytest.approx(exact, rel=0.05)
+    # attention is not rounded here, so in the layers before other numbers are
+    assert (0.3 < table.share / probed.share).all() and (table.share / probed.share < 3).all()
 
 
 def test_logit_and_entropy():
@@ -157,16 +160,19 @@ class Plain(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
-        split = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        split = (t.transpose(1, 2) for t in parts)
         o = F.scaled_dot_product_attention(*split, is_causal=self.causal)
         return x + self.out(o.transpose(1, 2).flatten(2))
 
 
 def test_a_layer_that_calls_torch_is_watched_down_to_its_weights():
     torch.manual_seed(0)
-    model, x = nn.Sequential(Plain(), nn.Linear(32, 32), nn.GELU(), Plain()), torch.randn(2, 40, 32)
+    model = nn.Sequential(Plain(), nn.Linear(32, 32), nn.GELU(), Plain())
+    x = torch.randn(2, 40, 32)
     table = watched(model, lambda: model(x).square().sum(), sequences=2)
-    exact = torch.cat([m.qkv.weight.grad[:32].view(2, -1).norm(dim=1) for m in (model[0], model[3])])
+    grads = [layer.qkv.weight.grad[:32].view(2, -1) for layer in (model[0], model[3])]
+    exact = torch.cat([g.norm(dim=1) for g in grads])
     assert table.gradient.to_numpy() == pytest.approx(exact.tolist(), rel=0.02)
     assert (table["of"] == "W_Q").all()
 
@@ -186,12 +192,11 @@ class Layer(nn.Module):
 
     def __init__(self, capture):
         super().__init__()
-        weights = (capture.tensors[name].flatten(0, 1) for name in ("w_q", "w_k", "w_v"))
-        self.maps = nn.ModuleList(nn.Linear(*w.mT.shape, bias=False, dtype=w.dtype) for w in weights)
-        self.policy, self.scale = capture.policy, capture.scale
-        with torch.no_grad():
-            for linear, name in zip(self.maps, ("w_q", "w_k", "w_v"), strict=True):
-                linear.weight.copy_(capture.tensors[name].flatten(0, 1))
+        self.policy, self.scale, self.maps = capture.policy, capture.scale, nn.ModuleList()
+        for name in ("w_q", "w_k", "w_v"):
+            weight = capture.tensors[name].flatten(0, 1)
+            self.maps.append(nn.Linear(*weight.mT.shape, bias=False, dtype=weight.dtype))
+            self.maps[-1].weight.data.copy_(weight)
 
     def forward(self, x):
         q, k, v = (m(x)[:, None] for m in self.maps)
@@ -208,7 +213,8 @@ def test_it_rings_in_a_captured_layer_that_fails_and_not_in_its_twin(name, rings
     with caplog.at_level(logging.WARNING, "lowprec.monitor"):
         table = watched(layer, lambda: (layer(x) * do).sum(), length=x.shape[1])
     assert table.alarm.tolist() == [rings]
-    assert ("ALARM in 1 of 1 head(s). The largest error: in layer 0, head 0" in caplog.text) == rings
+    said = "ALARM in 1 of 1 head(s). The largest error: in layer 0, head 0"
+    assert (said in caplog.text) == rings
     probed = lowprec.probe(capture, policy=capture.policy)
     assert probed.alarm.tolist() == [rings]
     assert table.common[0] == pytest.approx(probed.common[0], rel=0.05)
@@ -433,7 +439,8 @@ def test_two_processes_write_one_file_of_both(tmp_path):
     for name in ("entropy", "common", "key_share"):
         mean = (each[0][name] + each[1][name]) / 2
         assert first[name].to_numpy() == pytest.approx(mean.to_numpy(), rel=1e-4)
-    assert first.logit.to_numpy() == pytest.approx(each[0].logit.combine(each[1].logit, max), rel=1e-5)
+    largest = each[0].logit.combine(each[1].logit, max)
+    assert first.logit.to_numpy() == pytest.approx(largest, rel=1e-5)
     norms = [((a**2 + b**2) / 2) ** 0.5 for a, b in
              ((each[0][n], each[1][n]) for n in ("error", "gradient"))]  # fmt: skip
     assert first.share.to_numpy() == pytest.approx((norms[0] / norms[1]).to_numpy(), rel=1e-4)
@@ -466,7 +473,7 @@ def test_what_cannot_be_watched_is_said_at_the_first_step(tmp_path):
                        (dict(path=tmp_path), "cannot write")):  # fmt: skip
         with pytest.raises(UserError, match=words):
             Monitor(plain, **how)
-    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    assert F.scaled_dot_product_attention is SDPA
 
 
 def test_a_norm_over_all_heads_goes_head_by_head(hub):
@@ -479,12 +486,12 @@ def test_a_norm_over_all_heads_goes_head_by_head(hub):
     model, ids = hub.Olmo2ForCausalLM(config), tokens(2)
     table = watched(model, of_hub(model, ids), sequences=2)
     call = emulated(model, ids, "FA2")[0]
-    apart = []
+    whole, _ = call.norms(call.seen["dq"])
+    apart, ((_, x, out),) = [], call.norms.maps
     for head in range(2):
         dq = torch.zeros_like(call.seen["dq"])
         dq[:, head] = call.seen["dq"][:, head]
-        out = [y for m, _, y in call.norms.maps]
-        g, x = torch.autograd.grad(call.norms.q, out, dq, retain_graph=True)[0], call.norms.maps[0][1]
+        g = torch.autograd.grad(call.norms.q, out, dq, retain_graph=True)[0]
         apart.append(torch.einsum("btd,btc->dc", g, x).norm().item())
-    assert call.norms(call.seen["dq"])[0].tolist() == pytest.approx(apart, rel=1e-4)
+    assert whole.tolist() == pytest.approx(apart, rel=1e-4) and call.norms.heads is None
     assert table.gradient.to_numpy() == pytest.approx(apart, rel=0.02)

@@ -6,8 +6,6 @@ layer put out, so that rotary positions, norms of q and fused projections need n
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import nn
 
@@ -27,7 +25,7 @@ class Linears:
         self.model, self.inside, self.passed = model, [], {}
 
     def __enter__(self):
-        self.hooks = []
+        self.hooks, self.inside = [], [self.model]
         for module in self.model.modules():
             self.hooks.append(module.register_forward_pre_hook(self._enter))
             self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
@@ -137,9 +135,11 @@ class Queries:
             whole = torch.zeros_like(self.q)
             whole[: len(dq), :, : dq.shape[2]] = dq
         outs = [y for _, _, y in self.maps]
-        return torch.autograd.grad(
-            self.q, outs, whole.to(self.q.dtype), retain_graph=True, allow_unused=allow_unused
+        whole, size = _scaled(whole, self.q.dtype)
+        made = torch.autograd.grad(
+            self.q, outs, whole, retain_graph=True, allow_unused=allow_unused
         )
+        return made if size == 1 else [g if g is None else g.double() / size for g in made]
 
     def _cut(self, x, dq):
         """float64, (sequences, rows, C) of the rows of dq, also where a model puts all rows into
@@ -159,6 +159,14 @@ class Queries:
             together.append(total)
             each.append(apart)
         return torch.stack(together).sqrt(), torch.stack(each, 1).sqrt()
+
+
+def _scaled(x, dtype):
+    """x in a dtype, times a power of two that keeps it from underflowing there, and that power."""
+    if dtype != torch.float16:
+        return x.to(dtype), 1
+    size = 2.0 ** -int(x.abs().max().frexp().exponent)
+    return (size * x).to(dtype), size
 
 
 # A whole model in float32, with attention emulated

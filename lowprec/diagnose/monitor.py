@@ -24,7 +24,6 @@ import weakref
 from pathlib import Path
 
 import pandas as pd
-import torch
 import torch.distributed as dist
 
 from lowprec import UserError

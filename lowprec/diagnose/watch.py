@@ -10,7 +10,6 @@ and nothing here draws random numbers.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 
@@ -29,6 +28,10 @@ UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "cu_seq_len
 USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "fp16"))}
 """What production kernels do, where it is not FA2."""
 
+INSIDE: list[Watch] = []
+"""Those whose forward is under way."""
+REPLACED: list[tuple] = []
+
 
 class Watch:
     """One forward and backward of a model whose calls of attention are measured.
@@ -36,6 +39,7 @@ class Watch:
     found: a call's number to its columns and what its gradients are of; left_out: to the reason.
     called: whether a forward with gradients was seen. Only the first of them is watched, and of it
     the first `sequences` and `length` tokens, which a causal model reads as if they were all.
+    Dropout inside attention is left out of what is measured.
     """
 
     def __init__(self, model, policy=None, sequences=1, length=512, known=None):
@@ -44,7 +48,7 @@ class Watch:
         self.sequences, self.length = sequences, length
         self.known = weakref.WeakKeyDictionary() if known is None else known
         self.found, self.left_out, self.count, self.called = {}, {}, 0, False
-        self.linears, self.doors = Linears(self.model), None
+        self.linears = Linears(self.model)
         self.hooks = [
             self.model.register_forward_pre_hook(self._begin),
             self.model.register_forward_hook(self._end, always_call=True),
@@ -55,8 +59,11 @@ class Watch:
     def stop(self):
         """Take everything away that was put in; the hooks on outputs stay until their backward."""
         self._end()
+        self._compile_again()
         for hook in self.hooks:
             hook.remove()
+
+    def _compile_again(self):
         if self.eager is not None:
             self.eager.__exit__(None, None, None)
             self.eager = None
@@ -65,58 +72,17 @@ class Watch:
         if self.called or not torch.is_grad_enabled():
             return
         self.called = True
-        self.doors = contextlib.ExitStack()
-        self.doors.enter_context(self.linears)
-        self.doors.enter_context(_replaced(F, "scaled_dot_product_attention", self._torch))
-        self.doors.enter_context(_replaced(operator, "_attention", self._operator))
-        if registry := sys.modules.get("transformers.modeling_utils"):
-            self.doors.enter_context(
-                _replaced(registry.AttentionInterface, "get_interface", self._registry)
-            )
+        self.linears.__enter__()
+        _open(self)
 
     def _end(self, *_):
-        if self.doors is not None:
-            self.doors.close()
-            self.doors = None
+        if self in INSIDE:
+            _shut(self)
+            self.linears.__exit__()
+            self._compile_again()
 
-    # Doors: each calls what was there and says what it saw
-
-    def _torch(self, original):
-        def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **how):
-            o = original(query, key, value, attn_mask, dropout_p, is_causal, **how)
-            self._saw(query, key, value, o, attn_mask, is_causal, how.get("scale"))
-            return o
-
-        return attention
-
-    def _operator(self, original):
-        def attention(q, k, v, probe, policy, causal, scale, tile, impl, seed):
-            out = original(q, k, v, probe, policy, causal, scale, tile, impl, seed)
-            self._saw(q, k, v, out[0], None, causal, scale, policy=policy, tile=tile or None)
-            return out
-
-        return attention
-
-    def _registry(self, original):
-        def get_interface(interface, name, default):
-            function = original(interface, name, default)
-
-            def attention(module, query, key, value, mask, *others, **how):
-                before = self.count
-                out = function(module, query, key, value, mask, *others, **how)
-                if self.count == before:
-                    causal = how.get("is_causal")
-                    causal = getattr(module, "is_causal", True) if causal is None else causal
-                    scale = how.get("scaling", others[1] if len(others) > 1 else None)
-                    self._saw(query, key, value, out[0].transpose(1, 2), mask,
-                              causal and name != "eager", scale, **how)  # fmt: skip
-                return out
-
-            return attention
-
-        return get_interface
-
-    def _saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, **how):
+    def saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, turned=False, **how):
+        """A call of attention in the watched forward; turned: o is (B, T, H, D)."""
         layer, self.count = self.count, self.count + 1
         own = self.linears.before(q)
         if not o.requires_grad:
@@ -146,6 +112,7 @@ class Watch:
         own.known = self.known
 
         def measure(do):
+            do = do.transpose(1, 2) if turned else do
             # what a policy governs is read as it is, other attention as in training in 16 bits
             given = [x if ours else _short(x) for x in (*full, do[part])]
             call = measures.Call(
@@ -174,11 +141,65 @@ def _compiled(model) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _replaced(where, name, door):
-    original = getattr(where, name)
-    setattr(where, name, door(original))
-    try:
-        yield
-    finally:
-        setattr(where, name, original)
+# Doors: each calls what was there before and tells all watches inside a forward what it saw
+
+
+def _open(watch):
+    if not INSIDE:
+        _replace(F, "scaled_dot_product_attention", _torch)
+        _replace(operator, "_attention", _operator)
+        if registry := sys.modules.get("transformers.modeling_utils"):
+            _replace(registry.AttentionInterface, "get_interface", _registry)
+    INSIDE.append(watch)
+
+
+def _shut(watch):
+    INSIDE.remove(watch)
+    while not INSIDE and REPLACED:
+        setattr(*REPLACED.pop())
+
+
+def _replace(where, name, door):
+    REPLACED.append((where, name, getattr(where, name)))
+    setattr(where, name, door(getattr(where, name)))
+
+
+def _torch(original):
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **how):
+        o = original(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        for watch in INSIDE:
+            watch.saw(query, key, value, o, attn_mask, is_causal, how.get("scale"))
+        return o
+
+    return attention
+
+
+def _operator(original):
+    def attention(q, k, v, probe, policy, causal, scale, tile, impl, seed):
+        out = original(q, k, v, probe, policy, causal, scale, tile, impl, seed)
+        for watch in INSIDE:
+            watch.saw(q, k, v, out[0], None, causal, scale, policy=policy, tile=tile or None)
+        return out
+
+    return attention
+
+
+def _registry(original):
+    def get_interface(interface, name, default):
+        function = original(interface, name, default)
+
+        def attention(module, query, key, value, mask, *others, **how):
+            before = {id(watch): watch.count for watch in INSIDE}
+            out = function(module, query, key, value, mask, *others, **how)
+            causal = how.get("is_causal")
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            causal = causal and name != "eager"  # there the mask says it all
+            scale = how.get("scaling", others[1] if len(others) > 1 else None)
+            for watch in INSIDE:
+                if watch.count == before.get(id(watch)):
+                    watch.saw(query, key, value, out[0], mask, causal, scale, turned=True, **how)
+            return out
+
+        return attention
+
+    return get_interface
