@@ -498,6 +498,52 @@ def test_a_model_that_reads_images_too_is_probed_by_its_text(hub):
     assert len(affected.probe(model, length=64)) == 2
 
 
+def windowed(hub, kind):
+    """Layers with a window of 32 tokens: all, or five of six."""
+    sizes = dict(
+        num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, hidden_size=32,
+        head_dim=16, intermediate_size=64, vocab_size=300, sliding_window=32,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    if kind == "mistral":
+        return hub.MistralForCausalLM(hub.MistralConfig(**sizes))
+    return hub.Gemma3ForCausalLM(hub.Gemma3TextConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    "kind,where", [("mistral", "the model has"), ("gemma3", "layers 0, 1, 2, 3, 4 have")]
+)
+def test_a_window_shorter_than_the_text_is_named(hub, kind, where):
+    model = windowed(hub, kind)
+    words = f"{where} a sliding window of 32 tokens, and the sequences have 48: .* --length 32"
+    with pytest.raises(UserError, match=words):
+        affected.probe(model, length=48)
+    assert len(affected.probe(model, length=32)) == 12
+    assert model.config._attn_implementation != "lowprec-probe"
+
+
+def test_attention_that_is_not_causal_is_refused(hub):
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    model = hub.BertLMHeadModel(hub.BertConfig(vocab_size=300, **sizes))
+    with pytest.raises(UserError, match="the probe is for causal attention; this model has"):
+        affected.probe(model, length=64)
+
+
+def test_progress_counts_each_call_twice_and_only_where_it_is_asked_for(capsys):
+    model = GPT(PRESETS["tiny"].model())
+    calm = affected.probe(model, length=64)
+    assert capsys.readouterr().err == ""
+    assert affected.probe(model, length=64, progress=True).equals(calm)
+    shown = capsys.readouterr().err
+    assert "probe, on the CPU" in shown and "/4 " in shown
+
+
+def test_a_device_that_is_not_there_is_one_sentence(hub, tmp_path):
+    small(hub, "gpt2").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="there is no device=gpu; take cuda, cpu or auto"):
+        affected.probe(tmp_path, length=64, device="gpu")
+
+
 def test_text_is_not_read_as_bytes_for_want_of_a_vocabulary(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWPREC_GPT2_VOCAB", str(tmp_path))
     (tmp_path / "some.txt").write_text("abc " * 100)
