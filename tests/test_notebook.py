@@ -305,7 +305,7 @@ def fork(tmp_path, monkeypatch):
     returns the copied notebook."""
     for folder in ("notebooks/forks", "book"):
         (tmp_path / folder).mkdir(parents=True)
-    one = "notebooks/38_where_the_sign_comes_from"
+    one = "notebooks/where_the_sign_comes_from"
     for name in ("data", "notebooks/profiles", f"{one}.ipynb", f"{one}.claims.yml",
                  "book/threats.md", "book/_toc.yml", "notebooks/_template.ipynb",
                  "notebooks/_template.claims.yml"):  # fmt: skip

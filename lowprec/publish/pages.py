@@ -38,7 +38,7 @@ from lowprec.records import files, runs
 
 MARKERS = "<!-- claims -->", "<!-- /claims -->"
 FINDINGS = "<!-- findings -->", "<!-- /findings -->"
-PICTURE = "11_the_explosion", "one-rounding"
+PICTURE = "the_explosion", "one-rounding"
 """The page and the figure that README shows."""
 
 
