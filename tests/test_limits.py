@@ -152,19 +152,19 @@ def test_what_is_above_its_limit_is_said_and_starred():
         "251 lines of code, where 250 is the most",
         "1,201 words that are not folded, where 1,200 is the most",
     ]
-    lines = limits.table({"11_a": measured, "12_b": {"code": 3, "strings": 0}}).split("\n")
-    assert lines[2].split() == ["11_a", "251*", "300", "1,201*"]
-    assert lines[3].split() == ["12_b", "3", "0"]
+    lines = limits.table({"a_page": measured, "b_page": {"code": 3, "strings": 0}}).split("\n")
+    assert lines[2].split() == ["a_page", "251*", "300", "1,201*"]
+    assert lines[3].split() == ["b_page", "3", "0"]
 
 
 def test_a_page_of_the_laboratory_has_more_code_and_as_many_words_as_it_needs():
     measured = {"code": 451, "strings": 301, "words": 9000}
-    assert limits.beyond(measured, "laboratory/11_a") == [
+    assert limits.beyond(measured, "laboratory/a_page") == [
         "451 lines of code, where 450 is the most",
         "301 words in strings of its code, where 300 is the most",
     ]
-    line = limits.table({"laboratory/11_a": measured}).split("\n")[2]
-    assert line.split() == ["laboratory/11_a", "451*", "301*", "9,000"]
+    line = limits.table({"laboratory/a_page": measured}).split("\n")[2]
+    assert line.split() == ["laboratory/a_page", "451*", "301*", "9,000"]
 
 
 def test_the_command_shows_the_pages_that_one_asks_for(capsys):
@@ -174,4 +174,4 @@ def test_the_command_shows_the_pages_that_one_asks_for(capsys):
     assert names == [first, last]
     typo = first[:-2] + first[:-3:-1]
     assert main(["pages", typo]) == 2
-    assert f"no page '{typo}': did you mean {first}" in capsys.readouterr().err
+    assert f"'{typo}' is no page of the book: did you mean {first}" in capsys.readouterr().err
