@@ -723,7 +723,8 @@ def test_pages_say_what_was_measured(repository):
     assert status.endswith(" s | 1 supported |")
     assert "{admonition} Supported" in (book / "_generated" / "claim-bias.md").read_text()
     downloads = book / "_generated" / "extra" / "downloads" / "a_bias"
-    assert (downloads / "source.ipynb").read_text() == "source"
+    source = (repository / "notebooks" / "a_bias.ipynb").read_text()
+    assert (downloads / "source.ipynb").read_text() == source
     assert (downloads / "executed.ipynb").is_file()
     readme = (repository / "README.md").read_text()
     counts = (

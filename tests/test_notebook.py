@@ -189,7 +189,7 @@ def test_a_failed_execution_keeps_the_older_page(tmp_path):
     assert done.returncode == 1
     assert "ZeroDivisionError: division by zero" in done.stderr
     assert output.read_text() == "older"
-    assert sorted(os.listdir(tmp_path)) == ["question.ipynb", "page.ipynb"]
+    assert sorted(os.listdir(tmp_path)) == ["page.ipynb", "question.ipynb"]
 
 
 def test_a_users_mistake_is_one_sentence(tmp_path):
