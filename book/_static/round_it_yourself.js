@@ -378,7 +378,7 @@ function rowToy(toy) {
     const mean = length(found.weighted).toFixed(2);
     $(".lowprec-toy-said").innerHTML = `<p><strong>dQ is wrong by ${percent}.</strong> δ should be
       ${plain(delta)} and is off by ε = ${signed(ε, 4)}. So the row of dS sums to
-      ${signed(rowSum, 4)}. The weighted mean key is ${mean} long.</p>`;
+      ${signed(rowSum, 4)}${fix === "as_rounded" ? "" : ", which dQ gets rid of"}. The weighted mean key is ${mean} long.</p>`;
     $(".keys").innerHTML = drawKeys(found);
     $(".keys").setAttribute("aria-label", `Four keys. Their weighted mean is ${mean} long.`);
     $(".gradient").innerHTML = drawGradient(found);
