@@ -10,11 +10,13 @@ and nothing here draws random numbers.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 
 import torch
 import torch.nn.functional as F
+from torch.library import CustomOpDef
 
 from lowprec import UserError
 from lowprec.attention import operator
@@ -22,8 +24,18 @@ from lowprec.diagnose import measures
 from lowprec.diagnose.calls import Linears, plain_length
 from lowprec.numerics.policy import FA2, PrecisionPolicy
 
-UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "cu_seq_lens_q")
-"""Arguments of the registry's functions by which attention is another than is emulated here."""
+OPERATOR = next(
+    name
+    for name, x in vars(operator).items()
+    if isinstance(x, CustomOpDef) and x._qualname == "lowprec::attention"
+)
+PLAIN = ("q", "k", "v", "probe", "policy", "causal", "scale", "tile", "impl", "seed")
+"""Its arguments without which it is no attention; any other that is set is of a mask or a score."""
+UNLIKE = (
+    "softcap", "position_bias", "s_aux", "cache", "head_mask", "cu_seq_lens_q", "bias", "sinks",
+    "offset",
+)  # fmt: skip
+"""Arguments by which attention is another than is emulated here."""
 
 USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "fp16"))}
 """What production kernels do, where it is not FA2."""
@@ -89,16 +101,15 @@ class Watch:
             self.left_out[layer] = "it has no gradient"
             return
         for name in UNLIKE:
-            if how.get(name) is not None:
+            if how.get(name) is not None and (torch.is_tensor(how[name]) or how[name]):
                 self.left_out[layer] = f"it has {name}"
                 return
         if q.dim() != 4 or v.shape[-1] != q.shape[-1]:
             self.left_out[layer] = "its sizes are not those of plain attention"
             return
         count = min(self.sequences, len(q))
-        length = plain_length(
-            mask, causal, q, k, how.get("sliding_window"), how.get("position_ids"), count
-        )
+        mask, window = _said(mask, causal, q, how)
+        length = plain_length(mask, causal, q, k, window, how.get("position_ids"), count)
         if isinstance(length, str):
             self.left_out[layer] = length
             return
@@ -127,6 +138,18 @@ class Watch:
         o.register_hook(measure)
 
 
+def _said(mask, causal, q, how):
+    """The mask and the window of a call, from the arguments of this package's operator as well."""
+    window = how.get("sliding_window") or how.get("window")
+    if (dense := how.get("dense")) is not None:
+        every = torch.ones(q.shape[2], dense.shape[-1], dtype=torch.bool, device=q.device)
+        mask = dense & (every.tril() if causal else every)
+    elif (keys := how.get("keys")) is not None:  # the first of each sequence, and their end
+        places = torch.arange(q.shape[2], device=q.device)
+        mask = (places >= keys[:, :1]) & (places < keys[:, 1:])
+    return mask, window
+
+
 def _short(x):
     return x if x.dtype in (torch.bfloat16, torch.float16) else x.bfloat16()
 
@@ -147,7 +170,7 @@ def _compiled(model) -> bool:
 def _open(watch):
     if not INSIDE:
         _replace(F, "scaled_dot_product_attention", _torch)
-        _replace(operator, "_attention", _operator)
+        _replace(operator, OPERATOR, _operator)
         if registry := sys.modules.get("transformers.modeling_utils"):
             _replace(registry.AttentionInterface, "get_interface", _registry)
     INSIDE.append(watch)
@@ -175,10 +198,16 @@ def _torch(original):
 
 
 def _operator(original):
-    def attention(q, k, v, probe, policy, causal, scale, tile, impl, seed):
-        out = original(q, k, v, probe, policy, causal, scale, tile, impl, seed)
+    names = list(inspect.signature(original._init_fn).parameters)
+
+    def attention(*given):
+        out = original(*given)
+        call = dict(zip(names, given, strict=True))
+        q, k, v, causal, scale = (call[name] for name in ("q", "k", "v", "causal", "scale"))
+        how = dict(policy=call["policy"], tile=call["tile"] or None)
+        others = {name: call[name] for name in names[len(PLAIN) :]}
         for watch in INSIDE:
-            watch.saw(q, k, v, out[0], None, causal, scale, policy=policy, tile=tile or None)
+            watch.saw(q, k, v, out[0], None, causal, scale, **how, **others)
         return out
 
     return attention
