@@ -14,6 +14,10 @@ from lowprec.diagnose import measures
 from lowprec.numerics.policy import FA2, PrecisionPolicy
 from lowprec.training.model import GPT
 
+UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "output_attentions")
+"""Arguments of the registry's functions by which attention is another than is emulated here, or
+that ask for its weights."""
+
 
 class Linears:
     """What the linear maps of a model read and put out, from one call of attention to the next.
@@ -231,10 +235,8 @@ def _hub_loss(model, tokens, policy, attend):
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    from lowprec.attention.huggingface import CHANGES_ATTENTION
-
     def attention(module, q, k, v, mask, dropout=0.0, scaling=None, is_causal=None, **others):
-        for what in CHANGES_ATTENTION:
+        for what in UNLIKE:
             if others.get(what) is not None and others[what] is not False:
                 raise UserError(f"attention 'lowprec-probe' does not support {what}; leave it out")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
