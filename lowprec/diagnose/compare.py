@@ -5,59 +5,40 @@ attention in the same 16-bit format. `measure` has that ratio for O and each gra
 ratio does not show: the sign of the error, and what moving every input by one ulp does to the exact
 result (the tolerance of TTrace, arXiv:2506.09280). `verdict` says it in words.
 
-A function is called as PyTorch's scaled_dot_product_attention is, f(q, k, v, is_causal=, scale=),
-with enable_gqa=True where keys have fewer heads than queries.
-
-Shapes: q, do (B, H, T, D); k, v (B, H', S, D), where H' divides H, and S = T if causal.
+Functions and inputs, with their shapes: `lowprec.diagnose.contenders`.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
-import importlib
-import inspect
-import json
 import math
-import os
-import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from scipy import stats
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec import UserError
-from lowprec.attention import attention
-from lowprec.attention.reference import causal_mask, check_inputs, for_queries, oracle
+from lowprec.attention.reference import for_queries, oracle
 from lowprec.diagnose import drift
+from lowprec.diagnose.contenders import Inputs, plain
 from lowprec.numerics.formats import Format, round_to, ulp
-from lowprec.numerics.policy import NAMES, PrecisionPolicy
 from lowprec.publish import plots
-from lowprec.records import files
-from lowprec.training.capture import Capture
+from lowprec.publish.labels import row_panels
 
-TIMES = 2
-"""The rule: this many times the error of a plain attention."""
+TIMES, WORST = 2, 4
+"""The rule: this many times the error of a plain attention; and of its worst row, which is more
+noisy."""
 LEAN = 0.5
 """A sign beyond noise counts as a fault from this share of a plain attention's error on."""
 LEVEL, BLOCKS = 0.05, 16
 """Of all tests of a sign in a table together, and blocks of rows behind each."""
+ULPS = 1.5
+"""Beyond so many times what one ulp of the inputs does, an error is called magnified."""
+WEAK = 0.1
+"""From this error of a plain attention on, the rule says little."""
 OF = ("O", "dQ", "dK", "dV", "δ")
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 COLUMNS = {
     "input": "which q, k, v and dO",
     "of": "O, a gradient, or δ as dQ shows it",
@@ -71,161 +52,13 @@ COLUMNS = {
     "half": f"half its 95 % interval, from {BLOCKS} blocks of rows",
     "p": "of no sign, two-sided, the same blocks",
     "n": "number of blocks",
-    "ulps": "error over what moving all inputs by one ulp does to the exact result",
+    "ulps": "error over what moving all inputs by one ulp does to the exact result, which is taken "
+    "to be at least what storing it does",
+    "large": f"times above {TIMES}, or worst above {WORST}, or not a number; δ is left out",
+    "clear": "a sign beyond noise, by Bonferroni's correction over the table",
+    "lean": "such a sign, of LEAN times `plain` or more",
 }
 """The columns of `measure`, in words."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What both functions get; see the module for shapes."""
-
-    name: str
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    do: torch.Tensor
-    causal: bool
-    scale: float
-
-    def to(self, device) -> Inputs:
-        moved = (x.to(device) for x in (self.q, self.k, self.v, self.do))
-        return Inputs(self.name, *moved, self.causal, self.scale)
-
-
-# Functions
-
-
-def plain(q, k, v, is_causal=False, scale=None, **_):
-    """Attention in the dtype of q, each step a tensor: what a model in eager mode does."""
-    k, v = (for_queries(x, q.shape[1]) for x in (k, v))
-    seen = causal_mask(q.shape[2], k.shape[2], q.device, is_causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (scale * (q @ k.mT)).masked_fill(~seen, -math.inf).softmax(-1) @ v
-
-
-def of_policy(policy) -> Callable:
-    """The emulation of a policy, with PyTorch's signature."""
-
-    def call(q, k, v, is_causal=False, scale=None, **_):
-        return attention(q, k, v, policy, is_causal, scale, impl="emulate")
-
-    return call
-
-
-def _of_backend(name: str) -> Callable:
-    def call(*args, **how):
-        with sdpa_kernel(BACKENDS[name]):  # only this one: it raises where it cannot run
-            return scaled_dot_product_attention(*args, **how)
-
-    return call
-
-
-def function(text: str, argument: str = "A") -> Callable:
-    """The attention that a text names: a policy, `sdpa` or one of its BACKENDS, `eager`, or
-    `module:function` or `file.py:function` from the working directory.
-
-    Raises `UserError` that names the argument.
-    """
-    if ":" in text and text.partition("+")[0] not in NAMES:
-        return _imported(text, argument)
-    own = {"eager": plain, "sdpa": scaled_dot_product_attention}
-    if text in own or text in BACKENDS:
-        return own.get(text) or _of_backend(text)
-    try:
-        return of_policy(PrecisionPolicy.parse(text))
-    except UserError as error:
-        names = [*NAMES, *own, *BACKENDS]
-        if text.partition("+")[0].strip() in NAMES:
-            raise UserError(f"{argument}: {error}") from None
-        close = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"take one of {', '.join(names)}"
-        raise UserError(
-            f"{argument}: there is no attention {text!r}: {hint} One of yours is module:function"
-            if close
-            else f"{argument}: there is no attention {text!r}: {hint}, or module:function"
-        ) from None
-
-
-def _imported(text: str, argument: str) -> Callable:
-    place, _, name = text.rpartition(":")
-    module = place.removesuffix(".py").replace("/", ".").strip(".")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:  # whatever a user's module raises
-        words = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
-        raise UserError(
-            f"{argument}: {place} cannot be imported from {os.getcwd()} ({words})"
-        ) from None
-    finally:
-        sys.path.remove(os.getcwd())
-    call = getattr(found, name, None)
-    if not callable(call):
-        own = [n for n, x in vars(found).items() if inspect.isfunction(x)]
-        has = f"; it has {', '.join(own)}" if own else ""
-        raise UserError(f"{argument}: {place} has no function {name!r}{has}")
-    return call
-
-
-# Inputs
-
-
-def drawn(shape=(1, 4, 256, 64), kv_heads=None, causal=True, seed=0, dtype=torch.bfloat16):
-    """Normal inputs of shape (B, H, T, D): `Inputs`, all keys apart."""
-    g = torch.Generator().manual_seed(seed)
-    heads = (shape[1], kv_heads or shape[1], kv_heads or shape[1], shape[1])
-    tensors = (torch.randn(shape[0], h, *shape[2:], generator=g).to(dtype) for h in heads)
-    return Inputs(f"random, seed {seed}", *tensors, causal, shape[-1] ** -0.5)
-
-
-def captured(capture: Capture) -> Inputs:
-    """What the attention of a capture got."""
-    tensors = (capture.tensors[name] for name in ("q", "k", "v", "do"))
-    return Inputs(capture.path.stem, *tensors, capture.meta["causal"], capture.scale)
-
-
-def captures() -> list[Inputs]:
-    """Those of `data/captures`, which are causal, one head and one sequence each."""
-    paths = sorted((files.data_root() / "captures").glob("**/*.xz"))
-    return [captured(Capture.load(path)) for path in paths]
-
-
-def read(path, causal: bool | None = None) -> Inputs:
-    """The inputs of a safetensors file with q, k, v and do, or of a capture.
-
-    Its metadata may have `causal` and `scale`, in JSON: true, 0.125. causal: where it has not.
-    Raises `UserError` naming the file.
-    """
-    path = Path(path)
-    if path.suffix == ".xz":
-        return captured(Capture.load(path))
-    if not path.is_file():
-        raise UserError(f"--on: there is no {path}; take random, captures or a .safetensors file")
-    try:
-        with safe_open(path, "pt") as file:
-            about, names = file.metadata() or {}, list(file.keys())
-            tensors = {n: file.get_tensor(n) for n in ("q", "k", "v", "do") if n in names}
-        causal = bool(json.loads(about.get("causal", json.dumps(bool(causal)))))
-        scale = json.loads(about.get("scale", "null"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"--on: {path} cannot be read as safetensors ({error})") from None
-    if lacking := [n for n in ("q", "k", "v", "do") if n not in tensors]:
-        raise UserError(
-            f"--on: {path} has no tensor {', '.join(lacking)}; it has {', '.join(names)}"
-        )
-    try:
-        scale = check_inputs(*(tensors[n] for n in "qkv"), causal, scale, tensors["do"])
-    except UserError as error:
-        raise UserError(f"--on: {path}: {error}") from None
-    return Inputs(path.stem, *tensors.values(), causal, scale)
-
-
-def write(inputs: Inputs, path) -> None:
-    """Write inputs as `read` reads them, and any reader of safetensors."""
-    tensors = {n: getattr(inputs, n).cpu().contiguous() for n in ("q", "k", "v", "do")}
-    about = dict(causal=inputs.causal, scale=inputs.scale, name=inputs.name, licence="MIT")
-    save_file(tensors, path, {name: json.dumps(value) for name, value in about.items()})
 
 
 # Measures
@@ -235,24 +68,30 @@ def run(call: Callable, inputs: Inputs, name: str = "A") -> dict[str, torch.Tens
     """{O, dQ, dK, dV} of a function in float64; O alone of one that is not differentiable."""
     leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     shared = dict(enable_gqa=True) if inputs.k.shape[1] < inputs.q.shape[1] else {}
+    how = dict(is_causal=inputs.causal, scale=inputs.scale, **shared)
     try:
-        o = call(*leaves, is_causal=inputs.causal, scale=inputs.scale, **shared)
-        gradients = ()
-        if isinstance(o, torch.Tensor) and o.requires_grad:
+        o = call(*leaves, **how)
+        if not isinstance(o, torch.Tensor) or o.shape != inputs.q.shape:
+            got = tuple(o.shape) if isinstance(o, torch.Tensor) else type(o).__name__
+            raise UserError(
+                f"{name} must return O of shape {tuple(inputs.q.shape)}, and gives {got}"
+            )
+        gradients = [None] * 3
+        if o.requires_grad:
             gradients = torch.autograd.grad(o, leaves, inputs.do.to(o), allow_unused=True)
-            gradients = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves)]
+            gradients = [torch.zeros_like(x) if g is None else g
+                         for g, x in zip(gradients, leaves, strict=True)]  # fmt: skip
+    except UserError as error:
+        raise UserError(f"{error}" if name in str(error) else f"{name}: {error}") from None
     except Exception as error:  # whatever a user's function raises
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        given = ", ".join(f"{key}={value}" for key, value in how.items())
         raise UserError(
             f"{name} fails on {inputs.name} ({words}); it is called as PyTorch's "
-            f"scaled_dot_product_attention: f(q, k, v, is_causal={inputs.causal}, "
-            f"scale={inputs.scale:.4g}{', enable_gqa=True' * bool(shared)})"
+            f"scaled_dot_product_attention: f(q, k, v, {given})"
         ) from None
-    if not isinstance(o, torch.Tensor) or o.shape != inputs.q.shape:
-        got = tuple(o.shape) if isinstance(o, torch.Tensor) else type(o).__name__
-        raise UserError(f"{name} must return O of shape {tuple(inputs.q.shape)}, and gives {got}")
     found = dict(zip(OF, (o.detach(), *gradients), strict=False))
-    return {of: x.double() for of, x in found.items()}
+    return {of: x.double() for of, x in found.items() if x is not None}
 
 
 class Exact:
@@ -275,8 +114,10 @@ class Exact:
             t = oracle(q, k, v, *how, do=do)
             there = zip(OF, (t.o, t.dq, t.dk, t.dv, self._delta(t.delta)), strict=True)
             moves.append({of: self._share(of, x - self.right[of]) for of, x in there})
-        self.ulp = {of: math.sqrt(sum(m[of] ** 2 for m in moves) / draws) for of in OF}
         stored = {of: self._stored(x) - x for of, x in self.right.items() if of != "δ"}
+        moved = {of: math.sqrt(sum(m[of] ** 2 for m in moves) / draws) for of in OF}
+        self.ulp = {of: max(x, self._share(of, stored[of]) if of in stored else 0)
+                    for of, x in moved.items()}  # fmt: skip
         errors = self.errors(run(plain, inputs, "a plain attention"))
         both = [(of, errors[of], stored.get(of, torch.zeros_like(errors[of]))) for of in OF]
         self.plain = {of: max(self._share(of, a), self._share(of, b)) for of, a, b in both}
@@ -359,7 +200,7 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
             unsteady += [
                 (who, some.name, of, exact._share(of, again[of] - x))
                 for of, x in found.items()
-                if not torch.equal(again[of], x)
+                if not torch.equal(again[of].nan_to_num(), x.nan_to_num())
             ]
     table = pd.DataFrame(rows)
     table.attrs.update(unsteady=unsteady, forward=forward)
@@ -370,9 +211,149 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
 
 
 def judged(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with two columns more: `large`, beyond the rule; `lean`, a sign beyond noise, by
-    Bonferroni's correction over the table, that is LEAN of a plain attention's error or more."""
-    large = ~(table[["times", "worst"]].max(axis=1, skipna=False) <= TIMES)
+    """The table with the last three of COLUMNS. δ is no output and has no part in the rule on
+    sizes: its error enters dQ."""
+    within = (table.times <= TIMES) & (table.worst <= WORST)
     clear = table.p < LEVEL / len(table)
     lean = clear & (table.signed.abs() >= LEAN * table.plain)
-    return table.assign(large=large, clear=clear, lean=lean)
+    return table.assign(large=~within & (table.of != "δ"), clear=clear, lean=lean)
+
+
+def outside(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a table of `measure` that are outside the rule."""
+    return table[table.large | table.lean]
+
+
+def most(table: pd.DataFrame) -> pd.DataFrame:
+    """One row a quantity and function, of the input on which it comes nearest to the limits of its
+    error, or is farthest beyond."""
+    near = table[["times", "worst", "ulps"]] / np.array([TIMES, WORST, ULPS])
+    some = table.assign(place=near.max(axis=1, skipna=False).fillna(math.inf))
+    some = some.sort_values("place", ascending=False).groupby(["of", "who"], sort=False).head(1)
+    order = some.of.map(OF.index) * len(some) + some.who.map(list(table.who.unique()).index)
+    return some.loc[order.sort_values().index].drop(columns="place")
+
+
+def shown(table: pd.DataFrame) -> str:
+    """`most` of a table as aligned text."""
+    lines = [("of", "who", "error", "× plain", "worst row", "signed", "× one ulp", "input")]
+    for row in most(table).itertuples():
+        half = 100 * row.half
+        places = max(0, -math.floor(math.log10(half))) if half > 0 else 1
+        signed = f"{100 * row.signed:+.{places}f} ± {half:.{places}f} %{'*' if row.clear else ' '}"
+        numbers = (f"{x:.2f}" if x < 100 else f"{x:.3g}" for x in (row.times, row.worst, row.ulps))
+        times, worst, ulps = numbers
+        lines.append((row.of, row.who, f"{100 * row.error:.3g} %", times, worst, signed, ulps,
+                      row.input))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = "<<>>>>><"
+    cells = (zip(line, sides, widths, strict=True) for line in lines)
+    text = ("  ".join(f"{cell:{side}{w}}" for cell, side, w in line) for line in cells)
+    note = (
+        f"signed: with half its 95 % interval, n = {table.n.min()} blocks of rows; *: beyond noise"
+    )
+    return "\n".join([*(line.rstrip() for line in text), "", note])
+
+
+def verdict(table: pd.DataFrame, names: dict[str, str] | None = None) -> str:
+    """What a table of `measure` says, a sentence each: of every function, of how they differ, of
+    the yardstick, and of what differs between two runs. names: who -> name."""
+    names = names or {}
+    call = {who: names.get(who, who) for who in table.who.unique()}
+    said = [_of_one(table[table.who == who], name) for who, name in call.items()]
+    said += _between(table, call)
+    weak = table[(table.of != "δ") & (table.plain > WEAK)]
+    if len(weak):
+        row = weak.loc[weak.plain.idxmax()]
+        said.append(
+            f"The yardstick is weak here: a plain attention's {row.of} itself errs by "
+            f"{row.plain:.0%} ({row.input}), so the {TIMES}x rule lets much by."
+        )
+    for who in table.attrs["forward"]:
+        said.append(f"{call[who]} gives no gradients, so only its forward pass was compared.")
+    for who in call:
+        if differs := [entry for entry in table.attrs["unsteady"] if entry[0] == who]:
+            _, where, of, share = max(differs, key=lambda entry: entry[3])
+            said.append(
+                f"{call[who]} is not deterministic: two runs on the same inputs differ, in {of} by "
+                f"{share:.2g} of its norm ({where})."
+            )
+    return "\n".join(said)
+
+
+def _of_one(table, name: str) -> str:
+    bad = outside(table)
+    if len(bad):
+        row = bad.loc[bad.times.fillna(math.inf).idxmax()]
+        if math.isnan(row.times):
+            return f"{name}'s {row.of} has numbers that are not finite ({row.input})."
+        also = [of for of in OF if of in set(bad.of) - {row.of}]
+        parts = [f"{name}'s {row.of} errs {_times(row.times)} as much as a plain attention's"]
+        parts += [f"in its worst row {_times(row.worst)}"] * bool(row.worst > WORST)
+        parts += [f"outside the {TIMES}x rule"] * bool(row.large)
+        parts += [f"likewise {' and '.join(also)}"] * bool(also)
+        if len(signs := bad[bad.clear]):
+            sign = signs.loc[signs.p.idxmin()]
+            toward = " along the mean key" * (sign.of == "dQ")
+            parts.append(
+                f"and {sign.of} has a sign{toward}, {sign.signed:+.2%} ± {sign.half:.2%}, n = "
+                f"{sign.n}"
+            )
+        sure = bad.clear.any() or (bad.ulps > ULPS).any()
+        so = "not rounding alone" if sure else "a bug, or rounding in other places"
+        return f"{', '.join(parts)} ({row.input}): {so}."
+    row = table[table.of != "δ"].sort_values("times").iloc[-1]
+    rule = f"nothing errs more than {_times(row.times)} as much as a plain attention"
+    far = table[(table.of != "δ") & (table.ulps > ULPS)]
+    if len(far):
+        row = far.loc[far.ulps.idxmax()]
+        return (
+            f"{name} is within the {TIMES}x rule, {rule}; but its {row.of} errs "
+            f"{_times(row.ulps)} as much as one ulp of every input makes of it ({row.input}): "
+            "rounding, magnified."
+        )
+    return f"{name} is within rounding: {rule}."
+
+
+def _times(x: float) -> str:
+    return f"{x:,.0f} times" if x >= 10 else f"{x:.1f} times" if x >= 1 else f"{x:.2g} times"
+
+
+def _between(table, call: dict) -> list[str]:
+    """Where two functions err differently, by the quantity in which they do so most."""
+    if len(call) != 2:
+        return []
+    a, b = call
+    wide = table.pivot(index=["input", "of"], columns="who", values="error").dropna()
+    wide = wide.drop(index="δ", level="of")
+    ratio = np.log(wide[a] / wide[b]).replace([np.inf, -np.inf], np.nan).dropna()
+    if ratio.empty or ratio.abs().max() < math.log(1.5):
+        return ["They err alike, within a factor of 1.5 everywhere."] if len(ratio) else []
+    where, of = ratio.abs().idxmax()
+    more, less = (a, b) if ratio[where, of] > 0 else (b, a)
+    two = wide.loc[where, of]
+    return [
+        f"They differ most in {of} of {where}: {call[more]} errs by {two[more]:.2%} and "
+        f"{call[less]} by {two[less]:.2%}."
+    ]
+
+
+def figure(table: pd.DataFrame, names: dict[str, str] | None = None):
+    """Errors in units of a plain attention's, and of one ulp, a dot an input; returns the
+    matplotlib figure."""
+    names = names or {}
+    told = table[table.of.isin(OF[:4])].copy()
+    told["row"] = [
+        f"{of}, {names.get(who, who)}" for of, who in zip(told.of, told.who, strict=True)
+    ]
+    rows = list(most(told).row)
+    told["row"] = pd.Categorical(told.row, rows)
+    tints = [plots.COLOURS["FA2"], plots.SPARE[0], plots.COLOURS["LOW"]]
+    of_who = dict(zip(told.who.unique(), tints, strict=False))
+    colours = dict(zip(told.row, told.who.map(of_who), strict=True))
+    fig, axes = row_panels(rows, 2)
+    limits = (("times", "error / plain attention's", TIMES), ("ulps", "error / one ulp's", 1))
+    for ax, (x, label, line) in zip(axes, limits, strict=True):
+        some = told.assign(**{x: told[x].clip(lower=1e-3)})
+        plots.draw_dots(ax, some, x=x, row="row", label=label, line=line, log=True, colours=colours)
+    return fig
