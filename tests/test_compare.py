@@ -39,6 +39,7 @@ def raises(q, k, v):
 
 number = 3
 """
+ROOT = planted.CHANGES[-1]
 SMALL = ["--shape", "1", "2", "64", "32", "--causal"]
 
 
@@ -110,13 +111,8 @@ def test_a_scale_of_a_third_of_a_percent_is_found_by_its_sign_alone(inputs):
 @pytest.fixture(scope="module")
 def captured():
     some = [contenders.named(name) for name in ("fa2-a-healthy-seed1-1680", "fa2-a-seed1-1680")]
-    calls = {name: contenders.function(name) for name in ("FA2", "SAFE", planted.ROOT, "sdpa")}
+    calls = {name: contenders.function(name) for name in ("FA2", "SAFE", ROOT, "sdpa")}
     return compare.measure(calls, some, twice=False)
-
-
-def dq(table, who, column="error"):
-    some = table[(table.who == who) & (table.of == "dQ")].set_index("input")[column]
-    return some.sort_index()
 
 
 def test_stored_and_clean_delta_look_alike_on_random_inputs_and_not_on_captured_ones(captured):
@@ -124,9 +120,11 @@ def test_stored_and_clean_delta_look_alike_on_random_inputs_and_not_on_captured_
     drawn = compare.measure(
         {n: contenders.function(n) for n in ("FA2", "SAFE")}, [some], twice=False
     )
-    assert dq(drawn, "FA2").item() == pytest.approx(dq(drawn, "SAFE").item(), rel=0.1)
-    assert (dq(captured, "FA2") > 1.4 * dq(captured, "SAFE")).all()
-    assert (dq(captured, "FA2") > 3 * dq(captured, planted.ROOT)).all()
+    assert planted.dq(drawn, "FA2").item() == pytest.approx(
+        planted.dq(drawn, "SAFE").item(), rel=0.1
+    )
+    assert (planted.dq(captured, "FA2") > 1.4 * planted.dq(captured, "SAFE")).all()
+    assert (planted.dq(captured, "FA2") > 3 * planted.dq(captured, ROOT)).all()
 
 
 def test_other_roundings_are_no_fault_on_captured_inputs(captured):
@@ -134,9 +132,9 @@ def test_other_roundings_are_no_fault_on_captured_inputs(captured):
 
 
 def test_the_verdict_says_that_the_yardstick_is_weak_and_the_rounding_magnified(captured):
-    words = compare.verdict(captured[captured.who.isin(["FA2", planted.ROOT])])
+    words = compare.verdict(captured[captured.who.isin(["FA2", ROOT])])
     assert "The yardstick is weak here" in words and "FA2 is within the 2x rule" in words
-    assert "rounding, magnified" in words and f"{planted.ROOT} is within rounding" in words
+    assert "rounding, magnified" in words and f"{ROOT} is within rounding" in words
 
 
 def test_a_fault_of_a_percent_in_the_scale_is_found_on_captured_inputs():

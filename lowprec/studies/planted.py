@@ -27,8 +27,8 @@ FAULTS = {
 }
 HEALTHY = ("FA2", "SAFE", "PAPER", "sdpa", "math")
 """Attentions that round in other places each."""
-ROOT = "FA2+row_sum=refined"
-CAPTURED = ("FA2", "SAFE", ROOT, "sdpa")
+CHANGES = ("FA2", "SAFE", "FA2+row_sum=refined")
+"""Stored, clean and refined delta."""
 
 
 class Planted(torch.autograd.Function):
@@ -95,16 +95,29 @@ def found(table: pd.DataFrame) -> pd.Series:
     return pd.Series([key in bad or key in unsteady for key in keys], index=keys)
 
 
-def drawn(seeds) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """`compare.measure` of planted faults, and of HEALTHY, on random inputs of each seed; heads of
-    queries share keys."""
-    inputs = [contenders.drawn((1, 4, 256, 64), 2, seed=seed) for seed in seeds]
-    faulty = {fault: call(fault) for fault in FAULTS}
-    healthy = {name: contenders.function(name) for name in HEALTHY}
-    return compare.measure(faulty, inputs), compare.measure(healthy, inputs)
+def drawn(seeds) -> pd.DataFrame:
+    """`compare.measure` of FAULTS and HEALTHY on random inputs of each seed; heads of queries share
+    keys."""
+    calls = {fault: call(fault) for fault in FAULTS} | _named(HEALTHY)
+    return compare.measure(calls, [contenders.drawn((1, 4, 256, 64), 2, seed=s) for s in seeds])
+
+
+def alike(seeds) -> pd.DataFrame:
+    """`compare.measure` of CHANGES on random inputs of the shape of a capture."""
+    inputs = [contenders.drawn((1, 1, 1024, 64), seed=seed) for seed in seeds]
+    return compare.measure(_named(CHANGES), inputs, twice=False)
 
 
 def captured() -> pd.DataFrame:
-    """`compare.measure` of CAPTURED on all captures, each once."""
-    calls = {name: contenders.function(name) for name in CAPTURED}
-    return compare.measure(calls, contenders.captures(), twice=False)
+    """`compare.measure` of CHANGES on all captures; column `kind` is failing or twin."""
+    table = compare.measure(_named(CHANGES), contenders.captures(), twice=False)
+    return table.assign(kind=table.input.map(lambda n: "twin" if "healthy" in n else "failing"))
+
+
+def _named(names) -> dict:
+    return {name: contenders.function(name) for name in names}
+
+
+def dq(table: pd.DataFrame, who: str, column: str = "error") -> pd.Series:
+    """A column of the rows on dQ of one function, by input."""
+    return table[(table.who == who) & (table.of == "dQ")].set_index("input")[column]
