@@ -41,6 +41,7 @@ CONVERTED = [
     "61_is_flash_attention_stable",
     "62_do_weights_drift_apart",
     "63_a_study_of_bfloat16",
+    "two_attentions",
     "laboratory/12_what_ran",
     "laboratory/24_which_heads",
     "laboratory/42_rivals",
