@@ -1,8 +1,6 @@
 """Attention with the roundings of `FA2` and one planted fault: does a comparison find it?
 
-Every fault is of a kind that was reported of a kernel: a scale that is off, a row without its mask,
-a delta that is off, a head that is left out of a sum, padding that is read or not read, and sums in
-an order that changes from run to run. `call(fault)` has PyTorch's signature.
+FAULTS are kinds of mistakes that a kernel may have; `call(fault)` has PyTorch's signature.
 """
 
 from __future__ import annotations
