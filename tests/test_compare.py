@@ -137,6 +137,15 @@ def test_the_verdict_says_that_the_yardstick_is_weak_and_the_rounding_magnified(
     assert "rounding, magnified" in words and f"{ROOT} is within rounding" in words
 
 
+def test_a_delta_summed_in_bf16_passes_on_random_inputs_and_not_on_captured_ones(inputs):
+    call = planted.call(planted.SUM)
+    assert not planted.found(one(call, inputs)).any()
+    table = one(call, contenders.named("fa2-a-healthy-seed1-1680"))
+    assert set(compare.outside(table).of) == {"dQ"} and "not rounding alone" in compare.verdict(
+        table
+    )
+
+
 def test_a_fault_of_a_percent_in_the_scale_is_found_on_captured_inputs():
     some = contenders.named("fa2-a-healthy-seed1-1680")
     assert planted.found(one(planted.call("scale"), some)).all()
@@ -192,6 +201,8 @@ def test_one_ulp_moves_every_number_to_a_neighbour(inputs):
     [
         ("FA3", "did you mean FA2"), ("flsh", "did you mean flash"), ("zzz", "take one of"),
         ("FA2+o=bf1", "o: Unknown number format"), ("nowhere:f", "nowhere cannot be imported"),
+        ("own_attention", "name the function in it"),
+        ("own_attention.same", "did you mean own_attention:same"),
         ("own_attention:sane", "has no function 'sane'; it has .*same"),
         ("own_attention:number", "has no function 'number'"),
     ],

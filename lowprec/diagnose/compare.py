@@ -38,6 +38,8 @@ ULPS = 1.5
 """Beyond so many times what one ulp of the inputs does, an error is called magnified."""
 WEAK = 0.1
 """From this error of a plain attention on, the rule says little."""
+ALIKE = 1.5
+"""Errors within this factor are called alike."""
 OF = ("O", "dQ", "dK", "dV", "δ")
 COLUMNS = {
     "input": "which q, k, v and dO",
@@ -320,18 +322,23 @@ def _times(x: float) -> str:
 
 
 def _between(table, call: dict) -> list[str]:
-    """Where two functions err differently, by the quantity in which they do so most."""
+    """Where two functions err differently, by the quantity in which they do so most, in ulps."""
     if len(call) != 2:
         return []
     a, b = call
-    wide = table.pivot(index=["input", "of"], columns="who", values="error").dropna()
-    wide = wide.drop(index="δ", level="of")
-    ratio = np.log(wide[a] / wide[b]).replace([np.inf, -np.inf], np.nan).dropna()
-    if ratio.empty or ratio.abs().max() < math.log(1.5):
-        return ["They err alike, within a factor of 1.5 everywhere."] if len(ratio) else []
-    where, of = ratio.abs().idxmax()
-    more, less = (a, b) if ratio[where, of] > 0 else (b, a)
-    two = wide.loc[where, of]
+    some = table[table.of != "δ"]
+    wide, ulps = (
+        some.pivot(index=["input", "of"], columns="who", values=column).dropna()
+        for column in ("error", "ulps")
+    )
+    if wide.empty:
+        return []
+    apart = np.log(wide[a] / wide[b]).abs() >= math.log(ALIKE)
+    if not apart.any():
+        return [f"They err alike, within a factor of {ALIKE} everywhere."]
+    where, of = (ulps[a] - ulps[b]).abs()[apart].idxmax()
+    two = wide.loc[(where, of)]
+    more, less = (a, b) if two[a] > two[b] else (b, a)
     return [
         f"They differ most in {of} of {where}: {call[more]} errs by {two[more]:.2%} and "
         f"{call[less]} by {two[less]:.2%}."

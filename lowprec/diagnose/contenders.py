@@ -98,15 +98,24 @@ def function(text: str, argument: str = "A") -> Callable:
     own = {"eager": plain, "sdpa": scaled_dot_product_attention}
     if text in own or text in BACKENDS:
         return own.get(text) or _of_backend(text)
-    names = [*NAMES, *own, *BACKENDS]
     if text.partition("+")[0].strip() not in NAMES:
-        close = difflib.get_close_matches(text, names, n=1)
-        hint = f"did you mean {close[0]}" if close else f"take one of {', '.join(names)}"
-        raise UserError(f"{argument}: there is no attention {text!r}: {hint}, or module:function?")
+        raise UserError(f"{argument}: there is no attention {text!r}; {_hint(text, own)}")
     try:
         return of_policy(PrecisionPolicy.parse(text))
     except UserError as error:
         raise UserError(f"{argument}: {error}") from None
+
+
+def _hint(text: str, own) -> str:
+    place, _, name = text.removesuffix(".py").rpartition(".")
+    if Path(f"{place.replace('.', '/')}.py").is_file():
+        return f"did you mean {place}:{name}?"
+    if Path(f"{text.removesuffix('.py')}.py").is_file():
+        return f"name the function in it, as in {text}:attention"
+    names = [*NAMES, *own, *BACKENDS]
+    if close := difflib.get_close_matches(text, names, n=1):
+        return f"did you mean {close[0]}? One of yours is module:function"
+    return f"take one of {', '.join(names)}, or module:function"
 
 
 def _imported(text: str, argument: str) -> Callable:

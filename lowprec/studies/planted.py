@@ -23,6 +23,8 @@ FAULTS = {
     "padding": f"the last {BLOCK} keys are read without their last {CHANNELS} channels",
     "order": "dQ changes in its last bits from run to run",
 }
+SUM = "sum"
+"""One more fault: products dO O and their sum delta are BF16 tensors, `(do * o).sum(-1)`."""
 HEALTHY = ("FA2", "SAFE", "PAPER", "sdpa", "math")
 """Attentions that round in other places each."""
 CHANGES = ("FA2", "SAFE", "FA2+row_sum=refined")
@@ -48,7 +50,9 @@ class Planted(torch.autograd.Function):
         _, scale, fault = ctx.how
         heads, do, p = k.shape[1], do.float(), _scores(q, k, *ctx.how).softmax(-1)
         keys, values = (for_queries(x.float(), q.shape[1]) for x in (k, v))
-        delta = (do * ctx.o.float()).sum(-1, keepdim=True) + DELTA * (fault == "delta")
+        products = round_to(do * ctx.o.float(), BF16) if fault == SUM else do * ctx.o.float()
+        delta = products.sum(-1, keepdim=True) + DELTA * (fault == "delta")
+        delta = round_to(delta, BF16) if fault == SUM else delta
         ds = round_to(p * (do @ values.mT - delta), BF16)
         dq, dk, dv = scale * (ds @ keys), scale * (ds.mT @ q.float()), round_to(p, BF16).mT @ do
         if fault == "head":
@@ -101,14 +105,15 @@ def drawn(seeds) -> pd.DataFrame:
 
 
 def alike(seeds) -> pd.DataFrame:
-    """`compare.measure` of CHANGES on random inputs of the shape of a capture."""
+    """`compare.measure` of CHANGES and SUM on random inputs of the shape of a capture."""
     inputs = [contenders.drawn((1, 1, 1024, 64), seed=seed) for seed in seeds]
-    return compare.measure(_named(CHANGES), inputs, twice=False)
+    return compare.measure(_named(CHANGES) | {SUM: call(SUM)}, inputs, twice=False)
 
 
 def captured() -> pd.DataFrame:
-    """`compare.measure` of CHANGES on all captures; column `kind` is failing or twin."""
-    table = compare.measure(_named(CHANGES), contenders.captures(), twice=False)
+    """`compare.measure` of CHANGES and SUM on all captures; column `kind` is failing or twin."""
+    calls = _named(CHANGES) | {SUM: call(SUM)}
+    table = compare.measure(calls, contenders.captures(), twice=False)
     return table.assign(kind=table.input.map(lambda n: "twin" if "healthy" in n else "failing"))
 
 
