@@ -222,12 +222,17 @@ class Guilty:
         """Whether `sets` has all minimal sets of any size."""
         return self.size >= len(self.items)
 
+    @property
+    def minimal(self) -> list[tuple[tuple[str, ...], float]]:
+        """The minimal sets with what they leave, the small first, of these the one that leaves
+        least."""
+        pairs = [(one, self.left[one]) for one in self.sets]
+        return sorted(pairs, key=lambda pair: (len(pair[0]), pair[1]))
+
     def rows(self) -> list[tuple[str, float]]:
-        """What is in FP32, in words, and the share of the error that it leaves: each minimal set,
-        least left first in each size, and what else there is to compare with."""
-        order = sorted(self.sets, key=lambda one: (len(one), self.left[one]))
-        rows = [("nothing", 1.0), *((shown(one), self.left[one]) for one in order)]
-        return [*rows, ("every field", self.left[self.whole])]
+        """What is in FP32, in words, and the share of the error that it leaves."""
+        rows = [(shown(one), left) for one, left in self.minimal]
+        return [("nothing", 1.0), *rows, ("every field", self.left[self.whole])]
 
     def alone(self) -> list[tuple[str, float]]:
         """The same of each field alone: the table that cannot see what two do together."""
@@ -284,8 +289,8 @@ def _of_head(replays, policy, of, place, within, size, items, whole):
 
 def verdict(found: Guilty) -> str:
     """What a search found, in a sentence or two."""
-    what, left, everything = ERRORS[found.of], found.left, found.left[found.whole]
-    words = [f"{shown(one)} ({left[one]:.0%} left)" for one in found.sets]
+    what, everything = ERRORS[found.of], found.left[found.whole]
+    words = [f"{shown(one)} ({left:.0%} left)" for one, left in found.minimal]
     if not words:
         told = (f"Nothing brings {what} of head {found.head} down to {found.within:.0%}: "
                 f"with every field in FP32 {everything:.0%} are left.")  # fmt: skip

@@ -57,7 +57,7 @@ class Trainings:
 
 
 def _require_same(run, config: TrainConfig) -> None:
-    """Raise `UserError` for a run with other settings; its device and its data's name may differ."""
+    """Raise `UserError` for a run with other settings; device and name of data may differ."""
     then, now = run.info["config"], json.loads(json.dumps(dataclasses.asdict(config)))
     differ = [name for name in now if name not in ("data", "device") and then[name] != now[name]]
     if differ:
