@@ -3,7 +3,7 @@
 `sets` has the minimal sets of `lowprec.diagnose.bisect` and `tried` every set that the search for
 the error of dQ met. Over a minute for all captures, so the page reads tables:
 
-    python -m lowprec.studies.guilty data/studies/guilty        DATE-sets.parquet, DATE-tried.parquet
+    python -m lowprec.studies.guilty data/studies/guilty        DATE-sets.parquet, -tried.parquet
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def by_capture(sets: pd.DataFrame, **how) -> pd.Series:
 
 
 def alone(tried: pd.DataFrame) -> pd.DataFrame:
-    """The one-field table: what each field alone leaves, a row a capture, in the order of a step."""
+    """The one-field table: what each field alone leaves, a row a capture."""
     singles = tried[tried["size"] == 1]
     table = singles.assign(field=singles.set.str.strip("{}"))
     wide = table.pivot(index="capture", columns="field", values="left")
