@@ -179,12 +179,12 @@ class Replays:
             row_sum=t.row_sum.sum((0, 2), dtype=torch.float64),
         )  # fmt: skip
 
-    def redrawn(self, policy: PrecisionPolicy) -> list[dict[str, list[float]]]:
-        """DRAWS replays with all roundings to nearest drawn at random, up or down: as wrong, or
+    def redrawn(self, policy: PrecisionPolicy, draws: int) -> list[dict[str, list[float]]]:
+        """Some replays with all roundings to nearest drawn at random, up or down: as wrong, or
         somewhat more, in other ways."""
         low = [name for name in SITES if not getattr(policy, name).is_fp32]
         anew = {name: f"{getattr(policy, name).fmt.name}:stochastic" for name in low}
-        return [self(policy.replace(**anew), seed) for seed in range(DRAWS)]
+        return [self(policy.replace(**anew), seed) for seed in range(draws)]
 
 
 def _norms(x: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,8 @@ class Guilty:
 
     head: as the capture counts. error: under the policy as it is. sets: the minimal ones; left: the
     share of the error that each set leaves that was tried, fields alone and `whole` among them.
-    size: up to which all minimal sets are there. redrawn: the least share in `Replays.redrawn`.
+    size: up to which all minimal sets are there. redrawn: the least share in `Replays.redrawn`,
+    infinite without draws.
     """
 
     head: int
@@ -241,12 +242,13 @@ class Guilty:
 
 def guilty(
     replays: Replays, policy=None, of: str = "dq", within: float = WITHIN,
-    size: int | None = None, modes: bool = False,
+    size: int | None = None, modes: bool = False, draws: int | None = None,
 ) -> list[Guilty]:  # fmt: skip
     """Search each head of a captured layer for the minimal sets that leave `within` of its error.
 
     policy: of the error, by default the captured one. of: a key of ERRORS. size: of the sets that
-    are all tried, by default `affordable`. modes: whether a set may have MODES as well.
+    are all tried, by default `affordable`. modes: whether a set may have MODES as well. draws: of
+    the control of luck, by default none for dq, which does not need it, and else DRAWS.
     Raises `UserError` for limits out of range, for a policy that rounds nothing that dQ reads, and
     for a head without an error.
     """
@@ -260,13 +262,14 @@ def guilty(
     size = affordable(len(items)) if size is None else size
     if size < 1:
         raise UserError(f"size={size} must be at least 1 field")
-    redrawn = replays.redrawn(policy)
+    draws = (0 if of == "dq" else DRAWS) if draws is None else draws
+    redrawn = replays.redrawn(policy, draws)
     found = []
     for place, head in enumerate(replays.capture.heads):
         error = replays(policy)[of][place]
         if not error:
             raise UserError(f"head {head} has no error under {policy}; nothing is to be found")
-        luck = min(draw[of][place] for draw in redrawn) / error
+        luck = min((draw[of][place] for draw in redrawn), default=math.inf) / error
         left, sets = _of_head(replays, policy, of, place, within, size, items, whole)
         found.append(Guilty(head, policy, of, within, error, items, whole, sets, left, size, luck))
     return found
@@ -306,7 +309,7 @@ def verdict(found: Guilty) -> str:
             told += f" All have {shown(found.necessary)[1:-1]}."
     if found.redrawn <= found.within:
         told += (f" Doubt it: with all roundings drawn at random {found.redrawn:.0%} are left in "
-                 f"the best of {DRAWS} replays, so luck does as well; dq is steadier.")  # fmt: skip
+                 "the best replay, so luck does as well; --of dq is steadier.")  # fmt: skip
     return told
 
 

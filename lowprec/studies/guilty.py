@@ -45,7 +45,7 @@ def of_capture(name: str, capture, within: float) -> dict[str, pd.DataFrame]:
     replays, sets, tried = bisect.Replays(capture), [], {}
     asked = [(of, share, False) for of in ("dq", "wq") for share in (within, *OTHERS)]
     for of, share, modes in (*asked, ("dq", within, True)):
-        (found,) = bisect.guilty(replays, policy, of, share, modes=modes)
+        (found,) = bisect.guilty(replays, policy, of, share, modes=modes, draws=bisect.DRAWS)
         how = about | dict(of=of, within=share, modes=modes)
         ends = dict(every=found.left[found.whole], redrawn=found.redrawn)
         rows = [_row(one, left) for one, left in found.minimal] or [_row((), math.nan)]
