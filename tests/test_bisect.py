@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec import UserError, __main__
+from lowprec.attention.reference import emulate
 from lowprec.diagnose import bisect, bisect_runs
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW, RELEASED, PrecisionPolicy
 from lowprec.records.files import data_root
@@ -246,8 +247,22 @@ def test_the_tables_of_the_study(failing):
     assert [set(s) for s in some] == [guilty.members(bisect.shown(one)) for one, _ in found.minimal]
     alone = guilty.alone(tried).loc[name]
     assert alone.to_dict() == {k.partition("=")[0]: found.left[k,] for k in found.items}
-    best = guilty.best(tried).set_index("size").left
-    assert best[1] == alone.min()
+
+
+def test_the_parts_of_an_error_are_those_of_its_fields(made):
+    """Their squares and the cosine between them give the whole."""
+    whole, of_p = (made(PrecisionPolicy.parse(p))["dq"][0] for p in ("FA2", "FA2+o=fp32"))
+    found = guilty.parts(made.capture)
+    stored, clean = (made_dq(made, p) for p in ("FA2", "FA2+o=fp32"))
+    of_o = ((stored - clean).norm() / made.size["dq"]).item()
+    squares = of_p**2 + of_o**2 + 2 * found["cosine"] * of_p * of_o
+    assert squares == pytest.approx(whole**2, rel=1e-6)
+    assert 0 < found["in_o"] < 1 and found["in_delta"] > 0
+
+
+def made_dq(replays, policy):
+    t = emulate(*replays.inputs[:3], policy, do=replays.inputs[3], scale=replays.capture.scale)
+    return t.dq.double()
 
 
 @pytest.mark.parametrize(("alone", "together"), [([0.6], 0.6), ([0.8, 0.6], 0), ([1.2, 1], 1.2)])

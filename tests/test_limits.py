@@ -40,6 +40,7 @@ CONVERTED = [
     "what_else_helps",
     "is_flash_attention_stable",
     "do_weights_drift_apart",
+    "guilty_rounding",
     "sixteen_bits_outside_attention",
     "laboratory/what_ran",
     "laboratory/which_heads",

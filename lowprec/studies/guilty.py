@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 
 import pandas as pd
+import torch
 
 from lowprec import entry
+from lowprec.attention import trace
+from lowprec.attention.reference import oracle
 from lowprec.diagnose import bisect
-from lowprec.numerics.policy import SITES
+from lowprec.numerics.policy import FA2, SITES
 from lowprec.studies import dated
 from lowprec.studies.row_sums import base_of, load_captures
 
@@ -86,11 +89,23 @@ def foretold(alone_left) -> float:
     return math.sqrt(max(0.0, 1 - sum(1 - left**2 for left in alone_left)))
 
 
-def best(tried: pd.DataFrame) -> pd.DataFrame:
-    """The set of each size that leaves least, among those tried, by capture."""
-    order = tried.sort_values(["left"], kind="stable")
-    first = order.groupby(["capture", "size"], sort=False).head(1)
-    return first.sort_values(["capture", "size"])
+def parts(capture) -> dict[str, float]:
+    """The two parts of FA2's error in a head: of P and dS, with O in FP32, and the rest, of O.
+
+    in_o, in_delta: size of the former over that of the latter, in O and in rowsum(dO∘O),
+    where dS has no part. cosine: between the two parts of the error of dQ."""
+    inputs = [capture.tensors[name] for name in ("q", "k", "v", "do")]
+    how = dict(tile=capture.tile, scale=capture.scale, impl="emulate")
+    stored, clean = (trace(*inputs, FA2.replace(o=site), **how) for site in ("bf16", "fp32"))
+    *qkv, do = inputs
+    right = oracle(*qkv, scale=capture.scale, do=do)
+    of_p, of_o = clean.o - right.o, stored.o.double() - clean.o
+    dq = (clean.dq - right.dq).flatten(), (stored.dq.double() - clean.dq).flatten()
+    return dict(
+        in_o=(of_p.norm() / of_o.norm()).item(),
+        in_delta=((do * of_p).sum(-1).norm() / (do * of_o).sum(-1).norm()).item(),
+        cosine=torch.cosine_similarity(*dq, 0).item(),
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
