@@ -251,7 +251,7 @@ def bisect(argv: list[str]) -> None:
         began = time.perf_counter()
         found = search.guilty(replays, given, of, within, size, modes)
         where = f"layer {captured.layer} at step {captured.step:,}"
-        print(f"{captured.path.stem}, {where}, under {given}: {search.ERRORS[of]}\n")
+        print(f"{captured.path.stem}, {where}, under {given}: {search.ERRORS[of]}\n", flush=True)
         print("\n\n".join(map(search.report, found)))
         seconds = time.perf_counter() - began
         print(f"\n{search.reach(found[0])} {len(replays.done)} replays in {seconds:.1f} seconds.")
@@ -288,8 +288,8 @@ def _bisect_runs(argv: list[str]) -> None:
         sets = trainings.search(size, modes)
         for policy, onset in trainings.onsets.items():
             print(f"{policy}: {'no explosion' if onset is None else f'explodes at step {onset:,}'}")
-        told = ", or ".join(map(shown, sets))
-        print(f"\nIt takes {told} in FP32." if sets else "\nNothing helps.", end=" ")
+        told = f"No explosion with {' or '.join(map(shown, sets))}; a bare name is a field in FP32."
+        print(f"\n{told if sets else 'Nothing helps.'}", end=" ")
         print(f"{len(trainings.onsets)} trainings of {config.steps:,} steps.")
         if not sets:
             sys.exit(1)

@@ -277,6 +277,8 @@ def test_the_command(capsys, monkeypatch):
     assert __main__.main(["bisect", path, "--policy", "ALL_FP32+o=e8m3"]) == 0
     out = capsys.readouterr().out
     assert "Guilty in head 5: {o}" in out and "replays in" in out
+    rows = dict(line.rsplit(None, 1) for line in out.splitlines() if line.endswith("%"))
+    assert float(rows["{o}"].rstrip("%")) < 25 and rows["nothing"] == "100.0%"
     with pytest.raises(SystemExit) as ended:
         __main__.main(["bisect", path, "--policy", "ALL_FP32+o=e8m20"])
     assert ended.value.code == 1 and "Nothing brings" in capsys.readouterr().out
@@ -293,7 +295,7 @@ def trainings(tmp_path, policy, **changes):
     return bisect_runs.Trainings(config, tmp_path)
 
 
-def test_a_planted_cause_of_a_broken_training(tmp_path):
+def test_a_planted_cause_of_a_broken_training(tmp_path, capsys):
     """A shift that mutes every row: the output is 0 / 0 from the first step on."""
     policy = "ALL_FP32+o=bf16+shift=mute(amplitude=-1e9,tol=1e9)"
     some = trainings(tmp_path, policy, steps=3)
@@ -303,6 +305,10 @@ def test_a_planted_cause_of_a_broken_training(tmp_path):
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
     assert again.search() == [("shift=none",)]
     assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
+    words = ["--policy", policy, "--steps", "3", "--block-size", "32", "--device", "cpu"]
+    assert __main__.main(["bisect", "--train", "tiny", *words, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "explodes at step 0" in out and "No explosion with {shift=none};" in out
     with pytest.raises(UserError, match="trained with another lr; take another --out"):
         trainings(tmp_path, policy, steps=3, lr=1.0).search()
 

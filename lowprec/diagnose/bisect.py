@@ -317,18 +317,19 @@ def report(found: Guilty) -> str:
     """A table of what each set leaves of a head's error, and the verdict below it."""
     rows = [*found.rows(), ("", None), *found.alone()]
     width = max(len(words) for words, _ in rows)
-    lines = [f"{'in FP32':{width}}  left of the error"]
+    size = f"{found.error:.2%} of {'all |dS|' if found.of == 'row_sum' else 'its norm'}"
+    lines = [f"head {found.head}: {size}", f"{'in FP32':{width}}  left of the error"]
     for words, left in rows:
-        lines.append(f"{words:{width}}  {left:7.1%}" if words else "each field alone:")
+        lines.append(f"{words:{width}}  {left:7.1%}" if words else "each alone:")
     return "\n".join([*lines, "", verdict(found)])
 
 
 def reach(found: Guilty) -> str:
     """How far a search went, in a sentence."""
-    n = len(found.items)
+    n, kind = len(found.items), "fields" if found.items == found.whole else "fields and changes"
     if found.complete:
-        return f"All sets of its {n} fields were tried."
-    told = f"All sets of up to {found.size} of its {n} fields were tried"
+        return f"All sets of its {n} {kind} were tried."
+    told = f"All sets of up to {found.size} of its {n} {kind} were tried"
     if any(len(one) > found.size for one in found.sets):
         return f"{told} and none is enough; of larger ones there may be more."
     return f"{told}; --size {n} tries all."
