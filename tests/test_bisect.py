@@ -279,9 +279,8 @@ def test_the_command(capsys, monkeypatch):
     assert "Guilty in head 5: {o}" in out and "replays in" in out
     rows = dict(line.rsplit(None, 1) for line in out.splitlines() if line.endswith("%"))
     assert float(rows["{o}"].rstrip("%")) < 25 and rows["nothing"] == "100.0%"
-    with pytest.raises(SystemExit) as ended:
-        __main__.main(["bisect", path, "--policy", "ALL_FP32+o=e8m20"])
-    assert ended.value.code == 1 and "Nothing brings" in capsys.readouterr().out
+    assert __main__.main(["bisect", path, "--policy", "ALL_FP32+o=e8m20"]) == 1
+    assert "Nothing brings" in capsys.readouterr().out
     for words in (["none.xz"], [path, "--policy", "LOWW"], [path, "--within", "2"]):
         assert __main__.main(["bisect", *words]) == 2
     with pytest.raises(SystemExit) as ended:

@@ -43,6 +43,7 @@ CONVERTED = [
     "do_weights_drift_apart",
     "guilty_rounding",
     "sixteen_bits_outside_attention",
+    "two_attentions",
     "laboratory/what_ran",
     "laboratory/which_heads",
     "laboratory/rivals",
