@@ -13,6 +13,7 @@ from torch import nn
 
 import lowprec
 from lowprec import Monitor, UserError
+from lowprec.attention import huggingface
 from lowprec.diagnose import measures
 from lowprec.diagnose.calls import emulated, plain_length
 from lowprec.diagnose.monitor import COLUMNS
@@ -127,7 +128,7 @@ def test_the_values_are_those_of_the_probe_on_the_same_batch(hub):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "lowprec"])
 def test_every_door_of_a_hub_model_shows_the_same(hub, implementation):
-    lowprec.attention.huggingface.register(policy="ALL_FP32")
+    huggingface.register(policy="ALL_FP32")
     model, ids = llama(hub, implementation), tokens(3)
     table = watched(model, of_hub(model, ids), sequences=3, policy="FA2")
     probed = measures.table(emulated(model, ids, "FA2"), "")
