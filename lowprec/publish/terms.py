@@ -30,12 +30,11 @@ MARKED = {
     **{name: name for name in ("δ", "ε", "ℓ", "O", "P", "V")},
 }
 """Entries of the glossary, and how the text writes them; what is part of another comes later."""
-BESIDE = r"[\w\u0304\u0305'’∘·/√‖*(ᵀ]"
-"""A mark beside which a symbol is part of a formula or of a longer word."""
+BESIDE, BEHIND = r"[\w\u0304∘·/√‖*ᵀ(]", r"[\w\u0304∘·/√‖*ᵀ]"
+"""Before and behind these a symbol is part of a formula or of a longer word."""
 USES = re.compile(
-    rf"(?<!{BESIDE})(?:"
-    + "|".join(f"(?P<g{i}>{form})" for i, form in enumerate(MARKED.values()))
-    + rf")(?![\w\u0304\u0305∘·/√‖*ᵀ])"
+    rf"(?<!{BESIDE})(?:%s)(?!{BEHIND})"
+    % "|".join(f"(?P<g{i}>{form})" for i, form in enumerate(MARKED.values()))
 )
 PROSE = ("intro", "take_it_home")
 """Pages that are no notebook and have their terms marked."""
@@ -145,7 +144,7 @@ def short(text: str) -> str:
 
 
 def write(app, env) -> list:
-    """Put the definitions where hover.js finds them, before the pages that load them are written."""
+    """Put the definitions where hover.js finds them, before the pages that load it are written."""
     if app.builder.format == "html" and GLOSSARY in env.found_docs:
         static = Path(app.outdir) / "_static"
         static.mkdir(parents=True, exist_ok=True)
