@@ -36,9 +36,10 @@ document.addEventListener("DOMContentLoaded", () => {
 
   function place(at) {  // below the word, above it where there is no room
     const gap = 6, width = document.documentElement.clientWidth - tip.offsetWidth - gap;
-    const above = at.bottom + gap + tip.offsetHeight > innerHeight && at.top > tip.offsetHeight + gap;
+    const over = at.top - gap - tip.offsetHeight, under = at.bottom + gap;
+    const above = under + tip.offsetHeight > innerHeight && over > 0;
     tip.style.left = `${scrollX + Math.max(gap, Math.min(at.left, width))}px`;
-    tip.style.top = `${scrollY + (above ? at.top - gap - tip.offsetHeight : at.bottom + gap)}px`;
+    tip.style.top = `${scrollY + (above ? over : under)}px`;
   }
 
   for (const link of document.querySelectorAll(".bd-article a.reference[href*='#term-']")) {

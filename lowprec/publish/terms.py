@@ -99,38 +99,44 @@ def _link(entry: str, words: str, page: str) -> addnodes.pending_xref:
 # What is shown
 
 
-def definitions(glossary: nodes.document) -> dict[str, list[str]]:
-    """{id: [term, first sentences]} of the entries of a glossary, as plain text."""
+def definitions(glossary: nodes.document, titles: dict) -> dict[str, list[str]]:
+    """{id: [term, first sentences]} of the entries of a glossary, as plain text.
+
+    titles: {page: its title}, for links that have no words of their own.
+    """
     found = {}
     for entry in glossary.findall(nodes.definition_list_item):
         terms = [child for child in entry if isinstance(child, nodes.term)]
-        text = short(_plain(next(entry.findall(nodes.paragraph))))
+        text = short(_plain(next(entry.findall(nodes.paragraph)), titles))
         found |= {id: [term.astext(), text] for term in terms for id in term["ids"]}
     return found
 
 
-def _plain(paragraph: nodes.paragraph) -> str:
-    texts = (
-        plain(node.astext()) if isinstance(node.parent, nodes.math) else node.astext()
-        for node in paragraph.findall(nodes.Text)
-    )
-    return " ".join("".join(texts).split())
+def _plain(paragraph: nodes.paragraph, titles: dict) -> str:
+    def words(node: nodes.Text) -> str:
+        text, above = node.astext(), node.parent.parent
+        if isinstance(node.parent, nodes.math):
+            return plain(text)
+        return titles[text].astext() if above.get("reftype") == "doc" and text in titles else text
+
+    return " ".join("".join(map(words, paragraph.findall(nodes.Text))).split())
 
 
 SIGNS = dict(
     delta="δ", ell="ℓ", sigma="σ", varepsilon="ε", ast="*", times="×", cdot="·", pm="±", dots="…",
     top="ᵀ", bar="\u0304",
 )  # fmt: skip
-RAISED = str.maketrans("0123456789-+*ᵀ", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺*ᵀ")
+RAISED = dict(zip("0123456789-eᵀ*", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵉᵀ*", strict=True))
 
 
 def plain(tex: str) -> str:
-    r"""A short formula as text: ``\bar k`` as k̄, ``2^{-7}`` as 2⁻⁷; what is not known stays."""
-    text = re.sub(r"\\bar\s*(\\?\w+)", r"\1\\bar", tex)
-    text = re.sub(r"\\([a-z]+)\s*", lambda name: SIGNS.get(name[1], name[0]), text)
-    text = text.replace("\\,", "\N{NO-BREAK SPACE}").replace("·", " · ").replace("×", " × ")
-    text = re.sub(r"\^(?:\{([^}]*)\}|(\S))", lambda up: (up[1] or up[2]).translate(RAISED), text)
-    return " ".join(re.sub(r"[{}]", "", text).replace("-", "−").split(" "))
+    r"""A short formula as text: ``\bar k`` as k̄, ``2^{-7}`` as 2⁻⁷, ``\exp`` as exp."""
+    text = re.sub(r"\\bar\s*(\\?\w+)\s*", r"\1\\bar ", tex)
+    text = re.sub(r"\\([a-z]+)(?:\s+(?!=))?", lambda name: SIGNS.get(name[1], name[1]), text)
+    text = text.replace("\\,", " ").replace("·", " · ").replace("×", " × ").replace("…", " … ")
+    raised = r"\^(?:\{([^}]*)\}|(\S))"
+    text = re.sub(raised, lambda up: "".join(RAISED[c] for c in up[1] or up[2]), text)
+    return " ".join(re.sub(r"[{}]", "", text).replace("-", "−").split())
 
 
 def short(text: str) -> str:
@@ -148,6 +154,8 @@ def write(app, env) -> list:
     if app.builder.format == "html" and GLOSSARY in env.found_docs:
         static = Path(app.outdir) / "_static"
         static.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(definitions(env.get_doctree(GLOSSARY)), ensure_ascii=False, indent=0)
+        text = json.dumps(
+            definitions(env.get_doctree(GLOSSARY), env.titles), ensure_ascii=False, indent=0
+        )
         (static / "definitions.js").write_text(f"const DEFINITIONS = {text};\n", encoding="utf-8")
     return []
