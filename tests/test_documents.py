@@ -116,6 +116,40 @@ def test_every_name_in_a_document_is_known(path):
         assert said.render(env=env, **book.NAMES)
 
 
+TERMS = """# G
+
+```{glossary}
+δ
+    A number of a row. It is {math}`2^{-7}`.
+
+clean δ
+    {term}`δ`, clean.
+```
+"""
+
+
+def test_the_first_use_of_a_term_leads_to_the_glossary_and_its_definition(root):
+    a = "# A δ\n\n`δ` δ and clean δ; δ.\n\n| δ |\n|---|\n| δ |\n"
+    for name, text in {"glossary": TERMS, "executed/a": a, "other": a}.items():
+        path = root / "book" / f"{name}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    index = "# Book\n\n```{toctree}\na\nb\nglossary\nother\nexecuted/a\n```\n"
+    (root / "book/index.md").write_text(index)
+    status, said, _ = build(root)
+    assert status == 0, said
+    page = (root / "build/executed/a.html").read_text()
+    links = re.findall(r'<a [^>]*href="../glossary.html#([^"]+)"[^>]*><span[^>]*>([^<]+)<', page)
+    assert [word for _, word in links] == ["δ", "clean δ"]
+    assert "glossary.html#" not in (root / "build/other.html").read_text(), "no main page"
+    written = (root / "build/_static/definitions.js").read_text()
+    shown = json.loads(written.removeprefix("const DEFINITIONS = ").removesuffix(";\n"))
+    assert [shown[id] for id, _ in links] == [
+        ["δ", "A number of a row. It is 2⁻⁷."], ["clean δ", "δ, clean."],
+    ]  # fmt: skip
+    assert "_static/definitions.js" in page
+
+
 def test_folded_outputs_have_their_title(root):
     folded = new_code_cell("x", outputs=[new_output("display_data", data={"text/plain": "7"})])
     folded.metadata = {"tags": ["fold", "hide-input", "hide-output"], "fold": "By seed"}

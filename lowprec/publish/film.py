@@ -13,7 +13,7 @@ from matplotlib.colors import LogNorm, to_hex
 from lowprec import UserError
 from lowprec.evidence.words import span
 from lowprec.publish.figure import ink_on, save_figure, subplots
-from lowprec.publish.labels import WIDE, count, flat, joined
+from lowprec.publish.labels import WIDE, count, flat, joined, log_ticks
 
 SHADES = colormaps["YlOrRd"].resampled(64)
 MAX_JSON = 60_000
@@ -74,8 +74,10 @@ def _still(panels, steps, label, norm):
             ax.spines[:].set_visible(False)
         line[0].set_yticks(range(len(grid)), grid.index, fontsize=8)
         line[0].set_ylabel(title, fontsize=9)
-    axes[-1, 0].set_xlabel(table.columns.names[1], fontsize=9)
-    fig.colorbar(cells, ax=axes, location="bottom", aspect=50, pad=0.02, label=label)
+    for ax in axes[-1]:
+        ax.set_xlabel(table.columns.names[1], fontsize=9)
+    bar = fig.colorbar(cells, ax=axes, location="bottom", aspect=50, pad=0.02, label=label)
+    log_ticks(bar.ax.xaxis)
     return fig
 
 

@@ -30,7 +30,7 @@ MARKED = {
     **{name: name for name in ("δ", "ε", "ℓ", "O", "P", "V")},
 }
 """Entries of the glossary, and how the text writes them; what is part of another comes later."""
-BESIDE, BEHIND = r"[\w\u0304∘·/√‖*ᵀ(]", r"[\w\u0304∘·/√‖*ᵀ]"
+BESIDE, BEHIND = r"[\w\u0304∘·/√‖*ᵀ(]", r"[\w\u0304∘·/√‖*ᵀ′]"
 """Before and behind these a symbol is part of a formula or of a longer word."""
 USES = re.compile(
     rf"(?<!{BESIDE})(?:%s)(?!{BEHIND})"
