@@ -18,7 +18,7 @@ PY    := $(BIN)/python
 VENV  := .venv/.stamp
 BOOK  := book/_build/html
 # The longest first, so that none is left alone at the end.
-LONGEST := 37_bias_without_ties 45_is_my_model_affected
+LONGEST := the_gradient_knows_the_rounding is_my_model_affected
 SOURCES := $(wildcard $(LONGEST:%=notebooks/%.ipynb) notebooks/[!_]*.ipynb \
              notebooks/laboratory/[!_]*.ipynb)
 NAMES   := $(SOURCES:notebooks/%.ipynb=%)

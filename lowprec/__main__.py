@@ -230,6 +230,7 @@ def pages(argv: list[str]) -> None:
     """Say where every page stands: its code, its words, its figures; a star is above the limit."""
     import tyro
 
+    from lowprec.evidence.claims import page_named
     from lowprec.evidence.registry import pages_named
     from lowprec.publish import limits
     from lowprec.records.files import repo_root
@@ -238,13 +239,14 @@ def pages(argv: list[str]) -> None:
         """Say where every page stands: its code, its words, its figures; a star is above the limit.
 
         Args:
-            names: pages by the start of their names, such as 11 or laboratory/11; all by default.
-                What a reader sees is counted of those that make has executed.
+            names: pages by the start of their names, such as the_exp or laboratory/; all by
+                default. What a reader sees is counted of those that make has executed.
         """
-        measured = limits.pages(repo_root())
+        root = repo_root()
+        measured = limits.pages(root)
         some = list(measured) if not names else []
         for name in names:
-            some += pages_named(name, measured) or [known("page", name, measured)]
+            some += pages_named(name, measured) or [page_named(name, root / "notebooks")]
         print(limits.table({page: measured[page] for page in some}))
 
     tyro.cli(command, prog="python -m lowprec pages", args=argv)

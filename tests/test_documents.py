@@ -31,7 +31,7 @@ myst_enable_extensions = ["substitution"]
 PAGE = """# A
 
 Of runs {{ count("delta-alone") }} explode ({{ claim('delta-alone').verdict }}), a share of
-{{ fact("11_a", "share", ".1%") }}, in {{ fact("11_a", "model") }}.
+{{ fact("a_page", "share", ".1%") }}, in {{ fact("a_page", "model") }}.
 """
 B = "(claim-delta-alone)=\n\n# B\n"
 
@@ -41,9 +41,9 @@ def root(tmp_path, monkeypatch):
     """A repository with one page, accepted, and a book of three documents."""
     for folder in ("data", "notebooks", "book"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "notebooks" / "11_a.claims.yml").write_text(CLAIMS)
+    (tmp_path / "notebooks" / "a_page.claims.yml").write_text(CLAIMS)
     nbformat.write(
-        new_notebook(cells=[new_markdown_cell("# A")]), tmp_path / "notebooks/11_a.ipynb"
+        new_notebook(cells=[new_markdown_cell("# A")]), tmp_path / "notebooks/a_page.ipynb"
     )
     lock(tmp_path)
     index = "# Book\n\n```{toctree}\na\nb\n```\n"
@@ -56,7 +56,7 @@ def root(tmp_path, monkeypatch):
 def lock(root, value=0, **more):
     entries = {"delta-alone": {"verdict": "supported", "value": value, "n": 8}}
     held = {"share": 0.0314, "model": "`mini` and -1", **more}
-    write_lock("11_a", root / "notebooks", entries, held)
+    write_lock("a_page", root / "notebooks", entries, held)
 
 
 def build(root):
@@ -92,8 +92,8 @@ def test_a_link_that_broke_in_an_unchanged_document_stops_the_build(root):
 
 
 WRONG = {
-    'fact("11_a", "modle")': "the lock of 11_a has no fact modle: did you mean model?",
-    'fact("12_b", "model")': "the lock of 12_b has no fact model",
+    'fact("a_page", "modle")': "the lock of a_page has no fact modle: did you mean model?",
+    'fact("b_page", "model")': "the lock of b_page has no fact model",
     'claim("delta-aloen").n': "no lock has a claim delta-aloen: did you mean delta-alone?",
     'claim("delta-alone").size': "a claim has no 'size': take value, n, count, verdict",
 }
@@ -163,7 +163,7 @@ def test_folded_outputs_have_their_title(root):
     assert "Show code cell output" not in text
 
 
-MARKED = "<!--fact 11_a.share:.1%-->{}<!--/--> of <!--claim delta-alone.count-->{}<!--/-->."
+MARKED = "<!--fact a_page.share:.1%-->{}<!--/--> of <!--claim delta-alone.count-->{}<!--/-->."
 
 
 def test_marks_are_renewed(root):
@@ -171,7 +171,7 @@ def test_marks_are_renewed(root):
     assert facts.renewed(MARKED.format("old\ntext", "")) == fresh
     assert facts.renewed(fresh) == fresh
     with pytest.raises(UserError, match="no fact shaer: did you mean share"):
-        facts.renewed("<!--fact 11_a.shaer--><!--/-->")
+        facts.renewed("<!--fact a_page.shaer--><!--/-->")
 
 
 def test_marks_say_what_the_data_have(root):

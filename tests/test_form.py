@@ -36,7 +36,7 @@ def text(source, *tags):
     return made
 
 
-def verdict(id, weight="support", rule="count of runs that explode == 0", page="11_the_explosion",
+def verdict(id, weight="support", rule="count of runs that explode == 0", page="the_explosion",
             value=0, verdict="supported", shown=False):  # fmt: skip
     entry = dict(id=id, sentence=f"No {id}.", rule=rule, needs=8, weight=weight, threats=["length"])
     result = Result(parse(entry, page), verdict, value, 8, shown=shown)
@@ -44,7 +44,7 @@ def verdict(id, weight="support", rule="count of runs that explode == 0", page="
     return new_output("display_data", data=data)
 
 
-def page_of(*cells, name="11_the_explosion", parameters=None):
+def page_of(*cells, name="the_explosion", parameters=None):
     nb = new_notebook(cells=[text(HEAD), *cells])
     page = notebook.as_page(nb, name, "recorded", 12.4, parameters)
     nbformat.validate(page)
@@ -66,12 +66,12 @@ def test_the_lead_figure_is_moved_under_the_answer():
 
 def test_code_that_shows_nothing_is_in_the_notebook_alone():
     some = [cell("seed = 3", tags=["parameters"]), cell("draw()", figure())]
-    pages = {name: page_of(*some, name=name).cells for name in ("11_the_explosion", "forks/mine")}
+    pages = {name: page_of(*some, name=name).cells for name in ("the_explosion", "forks/mine")}
     silent = {
         name: ["remove-cell" in cell.metadata.get("tags", []) for cell in cells]
         for name, cells in pages.items()
     }
-    assert silent["11_the_explosion"][1:3] == [True, False] and not any(silent["forks/mine"])
+    assert silent["the_explosion"][1:3] == [True, False] and not any(silent["forks/mine"])
 
 
 def test_the_line_of_place_says_where_how_long_and_offers_the_files():
@@ -80,7 +80,7 @@ def test_the_line_of_place_says_where_how_long_and_offers_the_files():
     assert title == "# What carries it" and question == "**Question.** Which one?"
     assert place.startswith('<p class="lowprec-place">Part I, page 1 of 4 · 4 minutes')
     assert " · computed in 12 s on a " in place
-    link = '<a href="../downloads/11_the_explosion/source.ipynb" download="11_the_explosion.ipynb">'
+    link = '<a href="../downloads/the_explosion/source.ipynb" download="the_explosion.ipynb">'
     assert f"download {link}the notebook</a>" in place
 
 
@@ -95,7 +95,7 @@ def test_the_rerun_cell_is_folded_at_the_end():
     page = page_of(text("## Section"), cell("draw()", figure()))
     last = page.cells[-1].source
     assert last.startswith(":::{dropdown} Rerun, machine, files\n") and last.endswith("\n:::")
-    assert "papermill notebooks/11_the_explosion.ipynb" in last
+    assert "papermill notebooks/the_explosion.ipynb" in last
     assert 'Computed on this page: <a href="#figure-x">x</a>.' in last and "download" not in last
 
 

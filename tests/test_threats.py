@@ -334,7 +334,7 @@ def test_pytorch_chose_its_flash_kernel(recorded):
 
 
 def test_measured_has_the_size_that_was_measured(recorded):
-    """The shares of `measured` and page 39: FA2's by layer, the median of eight runs, rounded."""
+    """The shares of `measured` and a_bias_is_enough: FA2's by layer, medians of 8 runs, rounded."""
     shares = []
     for run in chosen(recorded, "mini", "fa2"):
         by_layer = sums(run, 499, 1499).groupby("layer")[["delta_bias", "delta_abs"]].sum()
@@ -463,16 +463,9 @@ def test_a_replay_that_draws_anew_says_little(captures, larger):
 # What first screens say without computing it
 
 
-def test_page_23_no_prediction_on_recorded_sums_held():
+def test_no_prediction_on_recorded_sums_held():
     books = "delta-dodo-noise delta-dodo-no-bias delta-numerator-bias delta-fa2-bias delta-dp"
-    assert {REGISTRY[id].verdict for id in books.split()} == {"refuted"}, "page 23 says otherwise"
-
-
-def first_screen(number):
-    """A page's first cell up to its table, on one line."""
-    (path,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
-    text = "".join(json.loads(path.read_text())["cells"][0]["source"])
-    return " ".join(text.split("\n| | |")[0].split())
+    assert {REGISTRY[id].verdict for id in books.split()} == {"refuted"}, "delta_carries_it does"
 
 
 def test_one_failing_capture_has_a_common_part_of_some_hundreds(captures):

@@ -1,7 +1,7 @@
 """The book's Sphinx extension: results in documents by name, titles for folded outputs, terms of
 the glossary, and links that are resolved anew when what they lead to has changed.
 
-`{{ fact("11_the_explosion", "low") }}` and `{{ claim("explosion-low-happens").count }}` in a page
+`{{ fact("the_explosion", "low") }}` and `{{ claim("explosion-low-happens").count }}` in a page
 of book/ say what the locks of the notebooks have; `{{ count("explosion-low-happens") }}` is that
 count as a link to the claim. MyST's substitutions do the work; an unknown name is a warning, which
 stops the build.

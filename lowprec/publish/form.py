@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from lowprec.evidence.registry import LABORATORY
+from lowprec.evidence.registry import LABORATORY, contents
 from lowprec.evidence.words import CLAIM_MIME, FIGURE_MIME
 
 WORDS_A_MINUTE = 230
@@ -217,15 +217,6 @@ def position(name: str, root: Path) -> str | None:
             part = caption.partition(":")[0]
             return f"{part}, page {files.index(file) + 1} of {len(files)}"
     return None
-
-
-def contents(root: Path) -> dict[str, list[str]]:
-    """The pages in each part of book/_toc.yml, as it names them; under "" its first page."""
-    import yaml
-
-    toc = yaml.safe_load((root / "book" / "_toc.yml").read_text())
-    parts = {p["caption"]: [each["file"] for each in p["chapters"]] for p in toc["parts"]}
-    return {"": [toc["root"]], **parts}
 
 
 def _belongs(name: str, root: Path, files: list[str]) -> str:
