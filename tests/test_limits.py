@@ -12,6 +12,7 @@ from lowprec.publish import form, limits
 
 ROOT = Path(__file__).resolve().parent.parent
 CONVERTED = [
+    "positions_decide",
     "my_run_exploded",
     "the_explosion",
     "not_tiling",

@@ -36,7 +36,7 @@ USES = re.compile(
     rf"(?<!{BESIDE})(?:%s)(?!{BEHIND})"
     % "|".join(f"(?P<g{i}>{form})" for i, form in enumerate(MARKED.values()))
 )
-PROSE = ("intro", "take_it_home")
+PROSE = ("intro", "round_it_yourself", "take_it_home")
 """Pages that are no notebook and have their terms marked."""
 WORDS = 40
 """Sentences of an entry are shown up to about as many words, the first one in any case."""
