@@ -144,9 +144,9 @@ def test_roles_and_targets_are_not_words():
 # One vocabulary
 
 DOCUMENTS = (
-    "README.md", "book/intro.md", "book/round_it_yourself.md", "book/how_to_read.md", "book/take_it_home.md", "book/shelf.md",
-    "book/threats.md", "book/statements.md", "book/argument.md", "book/write_kernels.md",
-    "book/fork.md",
+    "README.md", "book/intro.md", "book/round_it_yourself.md", "book/how_to_read.md",
+    "book/take_it_home.md", "book/shelf.md", "book/threats.md", "book/statements.md",
+    "book/argument.md", "book/write_kernels.md", "book/fork.md",
 )  # fmt: skip
 
 
