@@ -3,6 +3,7 @@
 import difflib
 import os
 import sys
+import time
 from pathlib import Path
 
 from lowprec import UserError
@@ -219,6 +220,91 @@ def probe(argv: list[str]) -> None:
     tyro.cli(command, prog="python -m lowprec probe", description=about, args=argv)
 
 
+def bisect(argv: list[str]) -> int:
+    """Find which roundings are guilty of the error of a captured head, or of an explosion."""
+    from typing import Literal
+
+    import tyro
+
+    from lowprec.diagnose import bisect as search
+    from lowprec.training.capture import Capture
+
+    if argv[:1] == ["--train"]:
+        return _bisect_runs(argv[1:])
+
+    def command(
+        capture: tyro.conf.Positional[Path],
+        policy: str | None = None,
+        of: Literal["dq", "wq", "row_sum"] = "dq",
+        within: float = search.WITHIN,
+        size: int | None = None,
+        modes: bool = False,
+    ):
+        """Find the smallest sets of fields that must be in FP32 for an error to go.
+
+        The capture is replayed on the CPU. Exit status 0: sets were found; 1: nothing helps.
+        Whole trainings instead: bisect --train PRESET --out FOLDER ...
+
+        Args:
+            capture: a file that a run's --capture-at wrote, or one of data/captures.
+            policy: whose error it is, by default the captured one; a healthy twin wants FA2 or LOW.
+            of: the error of dQ, of W_Q's gradient, or the sum of dS, against float64.
+            within: the share of the error that a set may leave.
+            size: try all sets of up to so many fields, by default as many as 300 replays allow.
+            modes: let sets have other changes as well, such as delta_from=o_fp32.
+        """
+        replays = search.Replays(captured := Capture.load(capture))
+        given = search.PrecisionPolicy.parse(policy or captured.policy)
+        began = time.perf_counter()
+        found = search.guilty(replays, given, of, within, size, modes)
+        where = f"layer {captured.layer} at step {captured.step:,}"
+        print(f"{captured.path.stem}, {where}, under {given}: {search.ERRORS[of]}\n", flush=True)
+        print("\n\n".join(map(search.report, found)))
+        seconds = time.perf_counter() - began
+        print(f"\n{search.reach(found[0])} {len(replays.done)} replays in {seconds:.1f} seconds.")
+        return int(not any(head.sets for head in found))
+
+    return tyro.cli(command, prog="python -m lowprec bisect", args=argv)
+
+
+def _bisect_runs(argv: list[str]) -> int:
+    import tyro
+
+    from lowprec.diagnose.bisect import shown
+    from lowprec.diagnose.bisect_runs import Trainings
+    from lowprec.training.config import PRESETS, TrainConfig
+
+    name = known("preset", argv[0] if argv else "", PRESETS)
+
+    def command(
+        *, config: TrainConfig = PRESETS[name], out: Path, size: int | None = None,
+        modes: bool = False,
+    ):  # fmt: skip
+        """Find the smallest sets of fields that must be in FP32 for a training not to explode.
+
+        Each set is a training of `steps`. Exit status 0: sets were found; 1: nothing helps.
+
+        Args:
+            config: those of the preset unless given; policy is the one that explodes.
+            out: the folder for the runs; those that are there are not trained again.
+            size: try all sets of up to so many fields.
+            modes: let sets have other changes as well, such as delta_from=o_fp32.
+        """
+        trainings = Trainings(config, out)
+        sets = trainings.search(size, modes)
+        for policy, onset in trainings.onsets.items():
+            print(f"{policy}: {'no explosion' if onset is None else f'explodes at step {onset:,}'}")
+        told = f"No explosion with {' or '.join(map(shown, sets))}; a bare name is a field in FP32."
+        print(f"\n{told if sets else 'Nothing helps.'}", end=" ")
+        print(f"{len(trainings.onsets)} trainings of {config.steps:,} steps.")
+        return int(not sets)
+
+    return tyro.cli(
+        command, prog=f"python -m lowprec bisect --train {name}", args=argv[1:],
+        config=(tyro.conf.OmitArgPrefixes,),
+    )  # fmt: skip
+
+
 def compare(argv: list[str]) -> int:
     """Say of two attention functions whether they differ by a bug or by rounding."""
     import inspect
@@ -329,7 +415,7 @@ def pages(argv: list[str]) -> None:
 
 COMMANDS = {
     f.__name__: f
-    for f in (data, train, campaign, pack, verify, probe, compare, notebook, claims, pages)
+    for f in (data, train, campaign, pack, verify, probe, bisect, compare, notebook, claims, pages)
 }
 
 

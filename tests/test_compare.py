@@ -111,19 +111,19 @@ def test_a_scale_of_a_third_of_a_percent_is_found_by_its_sign_alone(inputs):
 @pytest.fixture(scope="module")
 def captured():
     some = [contenders.named(name) for name in ("fa2-a-healthy-seed1-1680", "fa2-a-seed1-1680")]
-    calls = {name: contenders.function(name) for name in ("FA2", "SAFE", ROOT, "sdpa")}
+    calls = {name: contenders.function(name) for name in ("FA2", "CLEAN", ROOT, "sdpa")}
     return compare.measure(calls, some, twice=False)
 
 
 def test_stored_and_clean_delta_look_alike_on_random_inputs_and_not_on_captured_ones(captured):
     some = contenders.drawn(seed=3)
     drawn = compare.measure(
-        {n: contenders.function(n) for n in ("FA2", "SAFE")}, [some], twice=False
+        {n: contenders.function(n) for n in ("FA2", "CLEAN")}, [some], twice=False
     )
     assert planted.dq(drawn, "FA2").item() == pytest.approx(
-        planted.dq(drawn, "SAFE").item(), rel=0.1
+        planted.dq(drawn, "CLEAN").item(), rel=0.1
     )
-    assert (planted.dq(captured, "FA2") > 1.4 * planted.dq(captured, "SAFE")).all()
+    assert (planted.dq(captured, "FA2") > 1.4 * planted.dq(captured, "CLEAN")).all()
     assert (planted.dq(captured, "FA2") > 3 * planted.dq(captured, ROOT)).all()
 
 
@@ -287,5 +287,5 @@ def test_a_mistake_is_one_sentence_that_names_the_argument(arguments, words, own
 
 def test_a_capture_is_written_and_compared(own, capsys):
     assert main(["data", "capture", "fa2-a-seed1-1520", "x.safetensors"]) == 0
-    assert main(["compare", "FA2", "SAFE", "--on", "x.safetensors"]) == 0
+    assert main(["compare", "FA2", "CLEAN", "--on", "x.safetensors"]) == 0
     assert "rounding, magnified" in capsys.readouterr().out

@@ -25,9 +25,9 @@ FAULTS = {
 }
 SUM = "sum"
 """One more fault: products dO O and their sum delta are BF16 tensors, `(do * o).sum(-1)`."""
-HEALTHY = ("FA2", "SAFE", "PAPER", "sdpa", "math")
+HEALTHY = ("FA2", "CLEAN", "PAPER", "sdpa", "math")
 """Attentions that round in other places each."""
-CHANGES = ("FA2", "SAFE", "FA2+row_sum=refined")
+CHANGES = ("FA2", "CLEAN", "FA2+row_sum=refined")
 """Stored, clean and refined delta."""
 
 
