@@ -159,7 +159,7 @@ def load_captures() -> dict[str, Capture]:
 
 
 def base_of(name: str):
-    """(name, policy) of the run that failed, for a capture of it or of its healthy partner."""
+    """(name, policy) of the run that failed, for a capture of it or of its twin."""
     low = name.rpartition("/")[2].startswith("low")
     return ("LOW", LOW) if low else ("FA2", FA2)
 
