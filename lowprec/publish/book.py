@@ -92,7 +92,7 @@ def _say_who(app, config) -> None:
 def _launch_if_public(app, config) -> None:
     """Launch buttons where _config.yml names the repository, which a service could open."""
     if not config.html_theme_options.get("repository_url"):
-        config.html_theme_options["launch_buttons"] = {}
+        config.html_theme_options.pop("launch_buttons", None)
 
 
 def _launch_sources(app, pagename, templatename, context, doctree) -> None:
