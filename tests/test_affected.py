@@ -14,7 +14,7 @@ from lowprec.diagnose import loading, measures, scores
 from lowprec.diagnose import probe as affected
 from lowprec.diagnose.calls import emulated
 from lowprec.numerics.formats import BF16, ulp
-from lowprec.numerics.policy import FA2
+from lowprec.numerics.policy import FA2, SAFE
 from lowprec.records import files
 from lowprec.training import loop as train
 from lowprec.training.capture import Capture
@@ -635,11 +635,12 @@ def test_a_model_that_has_failed_is_no_model_without_alarm():
 
 def test_an_alarm_names_the_head_of_the_largest_error():
     """Not the one whose gradient is next to nothing, of which any error is many times as long."""
-    names = dict.fromkeys(("common", "tv"), 20.0) | dict(layer=1)
+    names = dict.fromkeys(("common", "tv", "share_all"), 20.0) | dict(layer=1)
     dead = names | dict(head=6, share=1e32, error=0.004, alarm=True)
     worst = names | dict(head=7, share=1e4, error=0.5, alarm=True)
     well = names | dict(head=8, share=0.01, error=0.9, alarm=False)
     said = affected.verdict(pd.DataFrame([dead, worst, well]))
     assert said.startswith("ALARM in 2 of 3 head(s). The largest error: in layer 1, head 7 the")
+    assert "of all roundings 20 times" in said and f"The policy SAFE, {SAFE}, is for" in said
     calm = pd.DataFrame([well, well | dict(head=9, share=0.02, error=0.1)])
     assert "The largest share: in layer 1, head 9 the" in affected.verdict(calm)

@@ -248,6 +248,7 @@ def describe(row) -> str:
     """The numbers that an alarm reads, of one row of a table, in words."""
     return (
         f"in layer {row['layer']:.0f}, head {row['head']:.0f} the error that rounding O makes "
-        f"through delta is {row['share']:.2g} times as long as W_Q's gradient, and the mean score "
-        f"is {round(row['common'], 1) + 0.0:.1f}"
+        f"through a delta that reads it is {row['share']:.2g} times as long as W_Q's gradient, "
+        f"that of all roundings {row['share_all']:.2g} times, and the mean score is "
+        f"{round(row['common'], 1) + 0.0:.1f}"
     )

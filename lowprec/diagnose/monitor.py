@@ -9,7 +9,9 @@
 Nothing in the model or the loop changes besides, and the training is bit by bit the one without it:
 in a watched step hooks read what passes (`lowprec.diagnose.watch`), in others there are none. The
 numbers and the limits of the alarm are those of the probe (`lowprec.diagnose.measures`), of a few
-tokens of one batch, so silence proves little and an alarm that stays is worth a probe.
+tokens of one batch, so silence proves little and an alarm that stays is worth a probe. It says what
+a delta that reads the stored O does, also where a policy such as SAFE takes that error out again;
+what is left then is `share_all`.
 
 The file has one JSON object a line for each watched step, layer and head, with `COLUMNS`:
 `pandas.read_json(path, lines=True)` is the table. A file that exists is added to.

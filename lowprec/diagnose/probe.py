@@ -15,7 +15,7 @@ from lowprec import UserError
 from lowprec.diagnose import loading, measures, scores
 from lowprec.diagnose.calls import emulated
 from lowprec.diagnose.measures import BROKEN, COLUMNS, COMMON, SHARE
-from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.numerics.policy import SAFE, PrecisionPolicy
 from lowprec.publish import plots
 from lowprec.records import files, runs
 from lowprec.training.capture import Capture
@@ -105,8 +105,8 @@ def verdict(table: pd.DataFrame) -> str:
     late = "it computes something else already" if worst.tv >= BROKEN else "it is still right"
     return (
         f"ALARM in {len(ill)} of {len(table)} head(s). The largest error: {text}: {late}. The "
-        "policy SAFE is for training from before an alarm; that it rescues such a head is not "
-        f"shown.{read}"
+        f"policy SAFE, {SAFE}, is for training from before an alarm; that it rescues such a head "
+        f"is not shown.{read}"
     )
 
 
