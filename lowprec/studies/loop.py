@@ -146,8 +146,7 @@ def differs(steps: int = 4) -> dict[tuple[str, str], bool]:
 
 
 def _end(model, watched: bool, steps: int) -> dict[str, list[torch.Tensor]]:
-    with Monitor(model, every=1) as monitor:
-        losses, _ = train(model, 0, steps, monitor if watched else monitor.close())
+    losses, _ = train(model, 0, steps, Monitor(model, every=1) if watched else None)
     return dict(
         losses=[torch.tensor(losses)], weights=list(model.state_dict().values()),
         gradients=[p.grad for p in model.parameters()], randomness=[torch.get_rng_state()],
