@@ -282,13 +282,15 @@ def test_what_the_registry_may_ask_is_refused():
         forward(None, *qkv(1, 2, 8, 16), None, softcap=30.0)
 
 
-def test_the_page_runs():
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     pytest.importorskip("transformers")
     page = (ROOT / "book" / "take_it_home.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names = {}
     for block in blocks:
         exec(block, names)
     assert names["q"].grad.isfinite().all() and names["loss"].isfinite()
     assert names["exact"].dtype == torch.float32
+    assert (tmp_path / "run" / "monitor.jsonl").read_text().count("\n") == 8
