@@ -16,8 +16,9 @@ import torch
 from conftest import family
 
 from lowprec.attention import kernels
+from lowprec.attention.inputs import for_queries, of_keys
 from lowprec.attention.kernels import launch
-from lowprec.attention.reference import emulate, for_queries, of_keys, oracle
+from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.agreement import U, flip, forward_bounds, of_weight, step, sum_noise
 from lowprec.numerics.formats import Format
 from lowprec.numerics.policy import SITES, PrecisionPolicy

@@ -142,8 +142,9 @@ def new_rows(q, dtype=None):
 
 
 def forward(
-    q, k, v, policy, causal, scale, tile=None, seed=0, stored=False, shadow=False, ties=False
-):
+    q, k, v, policy, causal, scale, tile=None, seed=0, stored=False, shadow=False, ties=False,
+    mask=None, bias=None,
+):  # fmt: skip
     """(o, o_stored, o_fp32, lse, ties) of attention; None where not asked for.
 
     q: (B, H, T, D), bfloat16, float16 or float32; k, v: as q, or with fewer heads, each read by as
@@ -194,8 +195,9 @@ def _mean_key(k, same: dict) -> torch.Tensor:
 
 
 def backward(
-    do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile=None, seed=0, probe=False
-):
+    do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile=None, seed=0, probe=False,
+    mask=None, bias=None,
+):  # fmt: skip
     """(dq, dk, dv, delta, delta_o, delta_ref, sums); the last three None without `probe`.
 
     o: the output as the backward reads it (`o_stored` of `forward` if there is one); o_fp32: the
