@@ -56,11 +56,16 @@ def register(name: str = "lowprec", policy=SAFE, impl: str = "auto", attention=s
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         is_causal = is_causal and attention_mask is None and query.shape[2] > 1
-        if attention_mask is None and cu_seq_lens_q is not None and query.shape[2] > 1:
+        if cu_seq_lens_q is not None and query.shape[2] > 1:
             documents = packed(cu_seq_lens_q, query.shape[2])
-            attention_mask, is_causal = Mask(causal=is_causal, documents=documents), False
+            attention_mask = Mask(causal=is_causal, documents=documents, dense=attention_mask)
+            is_causal = False
         if position_bias is not None:
-            attention_mask, is_causal = _biased(attention_mask, is_causal, position_bias, key), False
+            shape = query.shape[2], key.shape[2]
+            attention_mask, is_causal = (
+                _biased(attention_mask, is_causal, position_bias, shape),
+                False,
+            )
         extra = {} if attention is sdpa else {"module": module}
         if softcap is not None or s_aux is not None:
             extra["scores"] = Scores(softcap=softcap or 0.0, sinks=s_aux)
@@ -70,7 +75,52 @@ def register(name: str = "lowprec", policy=SAFE, impl: str = "auto", attention=s
         )  # fmt: skip
         return o.transpose(1, 2).contiguous(), None
 
-    forward.lowprec = name
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, sdpa_mask)
     return name
+
+
+def _biased(mask, causal: bool, bias, shape: tuple[int, int]):
+    """A position bias and what else is known of the mask, as numbers to add."""
+    if isinstance(mask, Mask):
+        raise UserError("position_bias beside cu_seq_lens_q is not supported; leave one out")
+    if causal:
+        mask = torch.ones(shape, dtype=torch.bool, device=bias.device).tril()
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def check(model, name: str = "lowprec") -> int:
+    """Raise `UserError` where a layer's attention is not that of the registry; how many layers are.
+
+    Bloom, Falcon, GPT-J and GPT-Neo have attention of their own, which `set_attn_implementation`
+    leaves, and only transformers' log says so. name: what `register` was given. Judged by the
+    source of each class whose name has Attention in it, and by the model's configuration.
+    """
+    layers = [
+        (path, module)
+        for path, module in model.named_modules()
+        if "Attention" in type(module).__name__
+        and not any("Attention" in type(m).__name__ for m in module.modules() if m is not module)
+    ]
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no module that is called Attention; look at it"
+        )
+    for path, module in layers:
+        try:
+            source = inspect.getsource(sys.modules[type(module).__module__])
+        except (OSError, TypeError, KeyError):
+            source = ""
+        if "ALL_ATTENTION_FUNCTIONS" not in source:
+            raise UserError(
+                f"{path} is a {type(module).__name__}, which has attention of its own, outside "
+                f"transformers' registry: {name!r} does not reach it"
+            )
+        used = getattr(module, "config", model.config)._attn_implementation
+        if used != name:
+            raise UserError(
+                f"{path} uses {used!r}; call model.set_attn_implementation({name!r}) first"
+            )
+    return len(layers)
