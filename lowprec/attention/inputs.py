@@ -123,7 +123,7 @@ def inverse(dropout: float) -> float:
     return 1 / (1 - dropout) if dropout < 1 else 0.0
 
 
-def check_row_sum(policy: PrecisionPolicy, softcap: float) -> None:
+def check_row_sum(policy: PrecisionPolicy, softcap: float | bool) -> None:
     """Raise `UserError` where row sums of ds are not zero in exact arithmetic."""
     if softcap and policy.row_sum != "as_rounded":
         raise UserError(

@@ -63,7 +63,7 @@ def attention(
             f"probe must be ({q.shape[1]}, {len(PROBE_COLUMNS)}), not {tuple(probe.shape)}"
         )
     policy, impl = plan(
-        policy, tile, impl, q.device.type, probe is not None, mask.plain, scores.softcap,
+        policy, tile, impl, q.device.type, probe is not None, mask.plain,
         lacking(q, v, scores, dropout),
     )  # fmt: skip
     causal, scale = mask.causal, scores.scale
@@ -132,7 +132,7 @@ def trace(
         q, k, v, causal, scale, mask, scores, dropout, do=do, tile=tile, seed=seed
     )
     policy, impl = plan(
-        policy, tile, impl, q.device.type, False, mask.plain, scores.softcap,
+        policy, tile, impl, q.device.type, False, mask.plain,
         lacking(q, v, scores, dropout),
     )  # fmt: skip
     if impl.startswith("sdpa"):
@@ -156,8 +156,7 @@ def trace(
 
 
 def plan(
-    policy, tile, impl: str, device: str, probing: bool, plain: bool, softcap: float,
-    missing: tuple[str, ...],
+    policy, tile, impl: str, device: str, probing: bool, plain: bool, missing: tuple[str, ...],
 ) -> tuple[str, str]:  # fmt: skip
     """(canonical policy, implementation), checked; a constant for torch.compile, which would
     otherwise cut its graph here. missing: what of the call the kernels lack, see `lacking`."""
@@ -198,7 +197,7 @@ def plan(
             f"PyTorch's backward forms delta from a BF16 output, not from {p.delta_from}; use "
             "delta_from=o or o_redrawn, or impl='sdpa_forward'"
         )
-    check_row_sum(p, softcap)
+    check_row_sum(p, "a soft cap" in missing)
     if impl in KERNELS:
         triton().check_supported(p, tile)
     return str(p), impl
