@@ -63,7 +63,7 @@ def attention(
             f"probe must be ({q.shape[1]}, {len(PROBE_COLUMNS)}), not {tuple(probe.shape)}"
         )
     policy, impl = plan(
-        policy, tile, impl, q.device.type, probe is not None, mask.plain,
+        policy, tile, impl, q.device.type, probe is not None, mask.plain and scores.bias is None,
         lacking(q, v, scores, dropout),
     )  # fmt: skip
     causal, scale = mask.causal, scores.scale
@@ -132,7 +132,7 @@ def trace(
         q, k, v, causal, scale, mask, scores, dropout, do=do, tile=tile, seed=seed
     )
     policy, impl = plan(
-        policy, tile, impl, q.device.type, False, mask.plain,
+        policy, tile, impl, q.device.type, False, mask.plain and scores.bias is None,
         lacking(q, v, scores, dropout),
     )  # fmt: skip
     if impl.startswith("sdpa"):
@@ -162,8 +162,6 @@ def plan(
     otherwise cut its graph here. missing: what of the call the kernels lack, see `lacking`."""
     p = PrecisionPolicy.parse(policy)
     missing = [x for x in missing if x != "padding" or p.draws]
-    if not plain:
-        missing.append("masks other than causal")
     if p.l_floor and not plain:
         missing.append("l_floor under such a mask")
     wanted, impl = impl, resolve_impl(impl, device)
