@@ -15,15 +15,17 @@ import triton.language as tl
 from lowprec.attention.kernels.rounding import (
     dot,
     exp_difference,
-    keys_of,
     load_rows,
     operand,
-    queries_of,
     round_bf16,
     round_site,
+    store_rows,
+)
+from lowprec.attention.kernels.views import (
+    keys_of,
+    queries_of,
     scale_of,
     scores,
-    store_rows,
     view_of,
     visible,
 )
@@ -135,7 +137,7 @@ def attention_bwd_mean_key_kernel(p_k, p_mean, strides, n, c: tl.constexpr):
 @triton.jit(do_not_specialize=["seed"])
 def attention_bwd_dq_kernel(
     p_q, p_k, p_v, p_do, p_o, p_o_fp32, p_mean, p_lse, p_ties, p_delta, p_delta_dk, p_delta_o,
-    p_delta_ref, p_sums, p_dq, strides, lengths, mask, scale, seed, c: tl.constexpr,
+    p_delta_ref, p_sums, p_dq, strides, mask, scale, seed, c: tl.constexpr,
 ):  # fmt: skip
     """One block of BM queries: delta, and dq = scale * ds k, in the inputs' dtype.
 
@@ -148,13 +150,13 @@ def attention_bwd_dq_kernel(
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sob, soh, sot, sgb, sgh, sgt = (
         strides
     )
-    n_q, n = lengths
+    n_q, n = mask[0], mask[1]
     n_blocks = tl.cdiv(n_q, c.bm)
     pid = tl.program_id(0)
     pid_bh = pid // n_blocks
     batch, head = (pid_bh // c.h).to(tl.int64), (pid_bh % c.h).to(tl.int64)
     who = (seed, batch, head)
-    view = view_of(mask, n_q, n, batch, head, c)
+    view = view_of(mask, batch, head, c)
     block = n_blocks - 1 - pid % n_blocks  # causal: the longest rows first
     start = block * c.bm
     o_q = start + tl.arange(0, c.bm)
@@ -321,7 +323,7 @@ def add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def attention_bwd_dkdv_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, strides, lengths, mask, scale, seed,
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, strides, mask, scale, seed,
     c: tl.constexpr,
 ):  # fmt: skip
     """One block of BN keys: dk = scale * ds^T q and dv = p_bwd^T dO, in the inputs' dtype, summed
@@ -331,7 +333,7 @@ def attention_bwd_dkdv_kernel(
     """
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sgb, sgh, sgt = strides
     KEY_HEADS: tl.constexpr = c.h // c.group
-    n_q, n = lengths
+    n_q, n = mask[0], mask[1]
     n_blocks = tl.cdiv(n, c.bn)
     pid = tl.program_id(0)
     pid_bh = pid // n_blocks
@@ -347,7 +349,7 @@ def attention_bwd_dkdv_kernel(
         row = (pid_bh.to(tl.int64) * c.group + i) * n_q
         p_q_head, p_do_head = p_q + batch * sqb + reader * sqh, p_do + batch * sdb + reader * sdh
         queries = (p_q_head, p_do_head, p_lse, p_delta, sqt, sdt, row, n_q)
-        view = view_of(mask, n_q, n, batch, reader, c)
+        view = view_of(mask, batch, reader, c)
         where = (n, scale, (seed, batch, reader), view)
         b_dk, b_dv = add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c)
     o_bh = batch * sgb + head * sgh

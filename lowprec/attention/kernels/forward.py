@@ -14,15 +14,17 @@ from lowprec.attention.kernels.rounding import (
     dot,
     exp,
     exp_difference,
-    keys_of,
     load_rows,
-    masked,
     operand,
     random_words,
     round_site,
+    store_rows,
+)
+from lowprec.attention.kernels.views import (
+    keys_of,
+    masked,
     scale_of,
     scores,
-    store_rows,
     view_of,
     visible,
 )
@@ -224,22 +226,22 @@ def rounding_block(
 
 @triton.jit(do_not_specialize=["seed"])
 def attention_fwd_kernel(
-    p_q, p_k, p_v, p_o, p_o_stored, p_o_fp32, p_lse, p_ties, strides, lengths, mask, scale, seed,
+    p_q, p_k, p_v, p_o, p_o_stored, p_o_fp32, p_lse, p_ties, strides, mask, scale, seed,
     c: tl.constexpr,
 ):  # fmt: skip
     """One block of BM queries: o, lse, and if asked the stored o, the shadow o and the ties.
 
-    lengths: of queries and of keys. mask: see `view_of`. c.tile: keys per rounding block, 0 for the
-    whole row. c.even: the lengths are multiples of BM and BN.
+    mask: lengths of queries and keys, and the rest of `view_of`. c.tile: keys per rounding block, 0
+    for the whole row. c.even: the lengths are multiples of BM and BN.
     """
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot = strides
-    n_q, n = lengths
+    n_q, n = mask[0], mask[1]
     n_blocks = tl.cdiv(n_q, c.bm)
     pid = tl.program_id(0)
     pid_bh = pid // n_blocks
     batch, head = (pid_bh // c.h).to(tl.int64), (pid_bh % c.h).to(tl.int64)
     who = (seed, batch, head)
-    view = view_of(mask, n_q, n, batch, head, c)
+    view = view_of(mask, batch, head, c)
     start = (n_blocks - 1 - pid % n_blocks) * c.bm  # causal: the longest rows first
     o_q = start + tl.arange(0, c.bm)
     p_k += batch * skb + head // c.group * skh

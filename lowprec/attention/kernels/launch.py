@@ -142,13 +142,13 @@ def common(q, k, mask: Mask, bias, scale: float, policy: PrecisionPolicy) -> dic
 
 
 def mask_arguments(q, k, mask: Mask, bias) -> tuple:
-    """(offset, keys, dense, its strides, bias, its strides); q stands for what is not there.
+    """(queries, keys, offset, ranges of keys, dense, its strides, bias, its strides).
 
-    Strides are of (B, H, L, S), 0 where a part is shared.
+    q stands for a tensor that is not there. Strides are of (B, H, L, S), 0 where a part is shared.
     """
     shape = (*q.shape[:3], k.shape[2])
     keys = q if mask.keys is None else mask.keys.to(q.device, torch.int32).contiguous()
-    found = [mask.offset, keys]
+    found = [q.shape[2], k.shape[2], mask.offset, keys]
     for x in (mask.dense, bias):
         if x is None:
             found += [q, (0, 0, 0, 0)]
@@ -208,7 +208,7 @@ def forward(
     )  # fmt: skip
     with on_device(q):
         fwd.attention_fwd_kernel[(triton.cdiv(n, known.bm) * b * h,)](
-            q, k, v, o, o_stored, o_fp32, lse, b_ties, strides(q, k, v, o), lengths,
+            q, k, v, o, o_stored, o_fp32, lse, b_ties, strides(q, k, v, o),
             mask_arguments(q, k, mask, bias), scale, seed, known, **options,
         )  # fmt: skip
     return o, o_stored, o_fp32, lse, b_ties
@@ -269,7 +269,7 @@ def backward(
     with on_device(q):
         bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
             q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_dk, delta_o, delta_ref, sums,
-            dq, strides(q, k, v, do, o, dq), lengths, view, scale, seed, known, **options,
+            dq, strides(q, k, v, do, o, dq), view, scale, seed, known, **options,
         )  # fmt: skip
     if same["group"] > 1:  # the whole row is the queries of one head, and there are more
         tile = tile or LONGEST
@@ -278,7 +278,7 @@ def backward(
     known = Constants(**same, **sizes, **sites)
     with on_device(q):
         bwd.attention_bwd_dkdv_kernel[(triton.cdiv(k.shape[2], known.bn) * b * k.shape[1],)](
-            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk), lengths, view, scale,
+            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk), view, scale,
             seed, known, **options,
         )  # fmt: skip
     return dq, dk, dv, delta, delta_o, delta_ref, sums.sum((0, 2)) if probe else None
