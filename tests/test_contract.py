@@ -5,6 +5,8 @@ only the order of sums differs. In BF16 under SAFE the distance to float64 is he
 own. The reference is PyTorch's function where it is right about all of it, on float64 tensors.
 """
 
+import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from lowprec import sdpa
-from lowprec.attention import drop_in
+from lowprec.attention import drop_in, operator
 from lowprec.attention.masks import Mask, Scores
 
 PAGE = Path(__file__).resolve().parent.parent / "book" / "take_it_home.md"
@@ -213,3 +215,32 @@ def test_the_fields_of_the_backward_are_those_that_leave_the_output_alone():
         x for x in FIELDS if torch.equal(emulate(*inputs, LOW.replace(**{x: changes[x]})).o, plain)
     }
     assert same == set(drop_in.BACKWARD)
+
+
+# The page
+
+
+def ran_on_a_gpu(case, monkeypatch):
+    """What would run there, were the tensors on one."""
+    ran = []
+
+    def run_nothing(q, k, v, *how):
+        ran.append(how[5])
+        return (q.new_zeros(*q.shape[:3], v.shape[3]),)
+
+    monkeypatch.setattr(operator, "resolve_impl", lambda impl, device: "triton")
+    monkeypatch.setattr(operator, "attention_op", run_nothing)
+    shapes, how = CASES[case]
+    with warnings.catch_warnings(action="ignore"):
+        sdpa(*(t.bfloat16().requires_grad_() for t in tensors(**shapes)), **how)
+    return {("triton",): "kernels", ("emulate",): "emulated", (): "nothing to compute"}[tuple(ran)]
+
+
+@cases
+def test_the_page_has_each_case_and_what_runs_on_a_gpu(case, monkeypatch):
+    pytest.importorskip("triton")
+    rows = re.findall(
+        r"^\| `(.+?)` \| (kernels|emulated|nothing to compute) \|$", PAGE.read_text(), re.M
+    )
+    assert [name for name, _ in rows] == list(CASES)
+    assert dict(rows)[case] == ran_on_a_gpu(case, monkeypatch)

@@ -277,9 +277,9 @@ def test_the_page_runs():
     pytest.importorskip("transformers")
     page = (ROOT / "book" / "take_it_home.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     names = {}
     for block in blocks:
         exec(block, names)
     assert names["q"].grad.isfinite().all() and names["loss"].isfinite()
-    assert names["exact"].dtype == torch.float32
+    assert names["exact"].dtype == torch.float32 and names["capped"].shape == names["q"].shape

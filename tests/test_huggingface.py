@@ -1,5 +1,8 @@
 """Models of transformers, tiny and from a config, with our attention beside the library's own."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -292,3 +295,9 @@ def test_a_function_in_our_place_gets_no_scores_of_ours(what):
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(UserError, match=f"'watched' does not support {what}"):
         forward(None, q, q, q, None, **{what: torch.zeros(2)})
+
+
+def test_the_page_names_these_models():
+    page = (Path(__file__).resolve().parent.parent / "book" / "take_it_home.md").read_text()
+    (listed,) = re.findall(r"^`\w+`(?:, `\w+`)+\.$", page, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", listed) == sorted({name.split()[0] for name in MODELS})

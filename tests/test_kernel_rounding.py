@@ -296,7 +296,7 @@ def test_every_entry_of_the_block_table_is_used(d, monkeypatch):
     for name, (bm, bn, warps, *_) in launch.HARDWARE["sm_90"][d].items():
         kernel, _, tile = name.partition(" ")
         tile = int(tile) if tile.isdigit() else 256 if tile else 0
-        sizes, options = launch.blocks(kernel, d, 4096, tile, torch.bfloat16)
+        sizes, options = launch.blocks(kernel, d, (4096, 4096), tile, torch.bfloat16)
         assert (sizes["bm"], sizes["bn"], options["num_warps"]) == (bm, bn, warps), name
 
 

@@ -90,8 +90,8 @@ def sdpa(
             raise UserError("give a bias as attn_mask or as Scores(bias=...), not both")
         scores = dataclasses.replace(scores or Scores(), bias=bias)
     if any(n == 0 for n in (*query.shape, key.shape[2], value.shape[3])):
-        o = query.sum(-1, keepdim=True) * 0 + key.sum() * 0 + value.sum() * 0
-        return o.expand(*query.shape[:3], value.shape[3]).reshape(shape)
+        nothing = sum(t.flatten()[:0].sum() for t in (query, key, value))
+        return query.new_zeros(shape) + nothing
     how = _stock(query, key, value, mask, scores, dropout_p) if alike and impl == "auto" else None
     if how is not None:
         o = torch.nn.functional.scaled_dot_product_attention(

@@ -99,10 +99,11 @@ def lacking(q, v, scores, dropout) -> tuple[str, ...]:
         "a soft cap": scores.softcap > 0, "sinks": scores.sinks is not None,
         "dropout": dropout > 0,
         "the gradient of a bias": scores.bias is not None and scores.bias.requires_grad,
+        "a scale that is not positive": not scores.scale > 0,
     }  # fmt: skip
-    if q.is_cuda:
-        named["head sizes above 128"] = max(q.shape[3], v.shape[3]) > 128
-        named["padding"] = q.shape[3] != v.shape[3] or q.shape[3] not in (16, 32, 64, 128)
+    sizes = q.shape[3], v.shape[3]
+    named["head sizes above 128"] = max(sizes) > 128
+    named["padding"] = sizes[0] != sizes[1] or sizes[0] not in (16, 32, 64, 128)
     return tuple(name for name, asked in named.items() if asked)
 
 
@@ -171,7 +172,7 @@ def plan(
             raise UserError(f"{words}; use impl='emulate'")
         tell(f"{words}: attention is emulated, slowly and with the same roundings")
         impl = "emulate"
-    unseen = {"a soft cap", "sinks", "dropout"} & set(missing)
+    unseen = {"a soft cap", "sinks", "dropout"} & set(missing)  # of PyTorch's kernels, as called
     if impl == "sdpa" and (p != FA2 or tile is not None or probing or unseen):
         raise UserError(
             "impl='sdpa' runs PyTorch's own kernel, whose roundings cannot be set; use "

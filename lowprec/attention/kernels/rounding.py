@@ -31,9 +31,8 @@ class Constants:
     """What a kernel knows when it is compiled, as one constexpr: shapes, options and sites.
 
     h heads of queries, group of them a head of keys, d head_dim; bm x bn the hardware block; tile
-    keys (queries of a head for dK and dV) a rounding block, 0 for the whole row; even: the length
-    is a multiple of bm and bn; exact: see `scores` in `views`; pieces: see
-    `dot`; native: see above.
+    keys (queries of a head for dK and dV) a rounding block, 0 for the whole row; even: the lengths
+    are multiples of bm and bn; exact: see `scores` in `views`; pieces: see `dot`; native: above.
     plain: the mask is causal from the first query and key on, or there is none. If it is not plain,
     window, ranged and dense say what there is of `lowprec.attention.masks.Mask`. bias: numbers are
     added to s; direct: maxima are of s and not of the products.
