@@ -52,9 +52,15 @@ def fresh():
     torch._dynamo.reset()
 
 
-@calls
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_one_graph_and_the_same_bits(call, dynamic):
+@pytest.mark.parametrize(
+    "name,dynamic",
+    [
+        *((name, None) for name in CALLS), ("mask", True), ("soft cap", True),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in CALLS),
+    ],
+)  # fmt: skip
+def test_one_graph_and_the_same_bits(name, dynamic):
+    call = CALLS[name]
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     assert same(results(compiled, inputs()), results(call, inputs()))
     given = inputs(grad=False)
@@ -91,6 +97,14 @@ def test_export(call):
     program = torch.export.export(Layer(), tuple(given))
     assert torch.equal(program.module()(*given), call(*given))
     assert sum(n.target is torch.ops.lowprec.attention.default for n in program.graph.nodes) == 1
+
+
+def test_the_policy_may_be_made_outside():
+    policy = FA2.replace(delta_from="dp")
+    call = torch.compile(
+        lambda q, k, v, m: sdpa(q, k, v, m, policy=policy), fullgraph=True, backend="aot_eager"
+    )
+    assert same(results(call, inputs()), results(lambda *x: sdpa(*x, policy=policy), inputs()))
 
 
 @calls

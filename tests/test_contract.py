@@ -182,7 +182,7 @@ def test_without_a_gradient_it_is_pytorchs_function(case, dtype, monkeypatch):
     [
         dict(policy="SAFE"), dict(policy="ALL_FP32+p=bf16"), dict(policy="ALL_FP32", dropout_p=0.1),
         dict(policy="ALL_FP32", scores=Scores(softcap=2.0)),
-        dict(policy="ALL_FP32", attn_mask=Mask(keys=torch.tensor([[0, 9], [2, 12]]))),
+        dict(policy="ALL_FP32", attn_mask=Mask(causal=True), scores=Scores(bias=numbers(L, L))),
         dict(policy="ALL_FP32", impl="emulate"),
     ],
     ids=str,
@@ -191,6 +191,38 @@ def test_other_forwards_are_ours_without_a_gradient_too(how, monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     with torch.no_grad():
         sdpa(*tensors(), **how)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(causal=True), Mask(causal=True, window=3), Mask(dense=random_mask(L, L)),
+        Mask(causal=True, documents=torch.tensor(5 * [0] + 7 * [1]).expand(B, L)),
+        Mask(causal=True, offset=2), Mask(keys=torch.tensor([[0, 9], [2, 12]])),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_masks_without_a_gradient_hide_the_same(mask):
+    with torch.no_grad():
+        fast, ours = (
+            sdpa(*tensors(), mask, policy="ALL_FP32", impl=i) for i in ("auto", "emulate")
+        )
+    torch.testing.assert_close(fast, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_decides_before_pytorch_is_asked(monkeypatch):
+    """ALL_FP32 on FP32 tensors under BF16: PyTorch's function would round P."""
+    asked, stock = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *a, **k: asked.append(a[0].dtype) or stock(*a, **k),
+    )
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        sdpa(*tensors(), policy="ALL_FP32")
+        assert asked == []
+        sdpa(*tensors())
+    assert asked == [torch.bfloat16]
 
 
 def test_a_mask_that_needs_a_gradient_is_asked_about(monkeypatch):

@@ -147,6 +147,13 @@ def test_documents_by_their_first_tokens(name):
     assert not torch.equal(a[2], b[2])
     alone = run(model, "exact", ids[:, 6:], use_cache=False)[0][0]
     torch.testing.assert_close(a[6:], alone, rtol=1e-4, atol=1e-4)
+    model.set_attn_implementation(huggingface.register("without a gradient", "ALL_FP32"))
+    with torch.no_grad():
+        again = model(ids, use_cache=False, **how).logits[0]
+    torch.testing.assert_close(again, a, rtol=1e-4, atol=1e-4)
+    del how["cu_seq_lens_q"]  # what the page warns of: positions count where there is no mask
+    a, b = (run(model, "eager", x, use_cache=False, **how)[0][0] for x in (ids, other))
+    assert (a[6:9] - b[6:9]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mistral"])

@@ -63,12 +63,6 @@ def sdpa(
 
     Raises `UserError` naming what is not supported.
     """
-    draws, alike = _known(policy, query.dtype)
-    if draws:
-        raise UserError(
-            f"policy {policy} draws random bits, and sdpa has no seed that changes with the step; "
-            "call lowprec.attention.attention"
-        )
     if not 0 <= dropout_p <= 1:
         raise UserError(f"dropout_p={dropout_p} must be from 0 to 1")
     if min(t.dim() for t in (query, key, value)) < 2:
@@ -76,6 +70,12 @@ def sdpa(
     if attn_mask is not None and is_causal:
         raise UserError("give attn_mask or is_causal, not both")
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    draws, alike = _known(policy, query.dtype)
+    if draws:
+        raise UserError(
+            f"policy {policy} draws random bits, and sdpa has no seed that changes with the step; "
+            "call lowprec.attention.attention"
+        )
     if enable_gqa:
         _check_heads(query, key, value)
     query, key, value = _broadcast(query, key, value, -3 if enable_gqa else -2)
@@ -128,19 +128,18 @@ def _stock(query, key, value, mask, scores, dropout_p) -> dict | None:
     given = [t for t in (query, key, value, bias) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return None
-    if dropout_p or scores is not None and (scores.scale, scores.softcap, scores.sinks) != NONE:
+    more = scores is not None and (scores.scale is not None or scores.sinks is not None)
+    if dropout_p or more or scores is not None and scores.softcap:
         return None
-    square = mask.plain and query.shape[2] == key.shape[2]
-    if bias is None and (square or mask.plain and not mask.causal):
-        return dict(is_causal=mask.causal)
-    if mask.documents is not None or mask.keys is not None or bias is not None and not mask.plain:
+    if bias is not None and bias.dtype not in (query.dtype, torch.float32):
         return None
+    mask = mask.lowered(query, key)
+    nothing_hidden = mask.plain and not mask.causal
     if bias is not None:
-        return None if mask.causal else dict(attn_mask=bias)
+        return dict(attn_mask=bias) if nothing_hidden else None
+    if nothing_hidden or mask.plain and query.shape[2] == key.shape[2]:
+        return dict(is_causal=mask.causal)
     return dict(attn_mask=mask.seen(query.shape[2], key.shape[2], query.device))
-
-
-NONE = (None, 0.0, None)
 
 
 def _autocast(query, *others):
@@ -206,7 +205,9 @@ def _mask(given, is_causal, query, key, lead):
         right = given.variant == CausalVariant.LOWER_RIGHT
         return Mask(causal=True, offset=n_k - n_q if right else 0), None
     if not isinstance(given, torch.Tensor):
-        raise UserError(f"attn_mask is a tensor, a causal bias or a Mask, not {type(given)}")
+        raise UserError(
+            f"attn_mask is a tensor, a causal bias or a Mask, not {type(given).__name__}"
+        )
     if given.dtype != torch.bool and given.dtype not in (query.dtype, torch.float32):
         raise UserError(
             f"attn_mask of {given.dtype} for a query of {query.dtype}: take booleans, True where a "

@@ -73,7 +73,8 @@ class Mask:
     @property
     def plain(self) -> bool:
         """Whether it is causal with the first query at the first key, or hides nothing."""
-        return not self.offset and not self.window and self.keys is None and self.dense is None
+        parts = (self.keys, self.documents, self.dense)
+        return not self.offset and not self.window and all(part is None for part in parts)
 
     def seen(self, n_q: int, n_k: int, device) -> torch.Tensor:
         """Boolean, True where a query sees a key: (L, S), or four dimensions that broadcast to
