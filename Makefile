@@ -18,7 +18,7 @@ PY    := $(BIN)/python
 VENV  := .venv/.stamp
 BOOK  := book/_build/html
 # The longest first, so that none is left alone at the end.
-LONGEST := 37_bias_without_ties 45_is_my_model_affected
+LONGEST := the_gradient_knows_the_rounding is_my_model_affected
 SOURCES := $(wildcard $(LONGEST:%=notebooks/%.ipynb) notebooks/[!_]*.ipynb \
              notebooks/laboratory/[!_]*.ipynb)
 NAMES   := $(SOURCES:notebooks/%.ipynb=%)
@@ -27,7 +27,7 @@ DATA  := $(shell find data -type f -not -path '*/.*')
 # What the generated pages and the looks of all others depend on.
 BUILDER := $(wildcard book/*.yml book/*.bib book/_static/*) \
            $(addprefix lowprec/,publish/addresses.py publish/book.py publish/facts.py publish/form.py \
-             publish/pages.py publish/statements.py evidence/claims.py evidence/verdicts.py)
+             publish/pages.py publish/statements.py publish/terms.py evidence/claims.py evidence/verdicts.py)
 # What else the book is written from. _generated and status.md are made from it.
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md)) README.md data/README.md \
          $(wildcard $(SOURCES:.ipynb=.claims.yml) $(SOURCES:.ipynb=.lock.json))

@@ -130,7 +130,7 @@ SPEEDS = {
       "clean 0.980, mean 0.995, refined 0.950, on one GPU", 0.995)],
 )  # fmt: skip
 def test_the_page_of_the_fix_has_its_price_once_it_is_recorded(monkeypatch, record, price, ratio):
-    path = Path(__file__).resolve().parent.parent / "notebooks" / "49_a_fix_at_the_root.ipynb"
+    path = Path(__file__).resolve().parent.parent / "notebooks" / "a_fix_at_the_root.ipynb"
     (cell,) = (c for c in json.loads(path.read_text())["cells"] if c["id"] == "price")
     monkeypatch.setattr(benchmark, "recorded", lambda: {"2026-12-01-a": record})
     said, shown = {}, []

@@ -14,10 +14,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
+import numpy as np
 import pytest
 import yaml
+from matplotlib import colormaps
+from matplotlib.colors import LogNorm, to_hex
 
-from lowprec.evidence import claims
+from lowprec.evidence import claims, heads, survival
 from lowprec.evidence.registry import pages
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish.figure import MIN_SCALE, luminance
@@ -157,7 +160,7 @@ def test_page_loads_with_the_network_closed(tab):
 @look_at(CONTENT, "phone")
 def test_page_fits_a_phone(tab):
     assert width_beyond(tab) <= 0
-    for frame in tab.locator(".lowprec-scroll").all():
+    for frame in tab.locator(".lowprec-scroll:visible").all():
         image, drawn, outer = frame.evaluate(
             "e => { const svg = e.querySelector('svg'); return "
             "[svg.getBoundingClientRect().width, svg.viewBox.baseVal.width, e.clientWidth]; }"
@@ -225,8 +228,10 @@ def test_figures_are_seen(tab, dark=False):
     figures = tab.locator("figure.lowprec-figure")
     assert figures.count() > 0
     for figure in figures.all():
-        image = figure.locator("svg")
+        image = figure.locator(".lowprec-scroll svg")
         assert image.get_attribute("role") == "img" and image.get_attribute("aria-label")
+        if figure.locator(".lowprec-film").count():
+            continue  # it is at rest in print alone
         box = image.bounding_box()
         assert box["width"] > 300 and box["height"] > 100
         [(ratio, paper)] = contrasts(figure.locator("figcaption"))
@@ -305,6 +310,112 @@ def test_a_claim_says_its_address_and_how_to_cite_it(tab, base):
     ]
     button.click()
     assert not line.is_visible()
+
+
+# Definitions on hover, focus and tap
+
+
+def term(tab):
+    """The first term of a page, and its definition as the book has it."""
+    link = tab.locator("a.lowprec-term").first
+    link.scroll_into_view_if_needed()
+    return link, link.evaluate("a => DEFINITIONS[a.hash.slice(1)].join(' ')")
+
+
+@look_at([HOME])
+def test_a_term_shows_its_definition_on_hover_and_focus(tab, theme="light"):
+    link, definition = term(tab)
+    tip = tab.locator("#lowprec-tip")
+    assert not tip.is_visible() and tip.get_attribute("role") == "tooltip"
+    link.hover()
+    assert tip.is_visible() and tip.text_content() == definition
+    assert link.get_attribute("aria-describedby") == "lowprec-tip"
+    tip.hover()
+    tab.wait_for_timeout(400)
+    assert tip.is_visible(), "the pointer may move onto it"
+    [(ratio, paper)] = contrasts(tip)
+    assert ratio >= 4.5 and (paper < 0.1) == (theme == "dark")
+    tab.mouse.move(0, 0)
+    tip.wait_for(state="hidden")
+    link.focus()
+    assert tip.is_visible()
+    tab.keyboard.press("Escape")
+    assert not tip.is_visible() and link.get_attribute("aria-describedby") is None
+
+
+@look_at([HOME], theme="dark")
+def test_a_term_shows_its_definition_in_the_dark(tab):
+    test_a_term_shows_its_definition_on_hover_and_focus(tab, "dark")
+
+
+def test_the_first_tap_shows_a_definition_and_the_second_follows_also_from_files(browser):
+    with browser.new_context(viewport=PHONE, has_touch=True) as context:
+        tab = context.new_page()
+        tab.goto((SITE / HOME).as_uri())
+        link, definition = term(tab)
+        tip = tab.locator("#lowprec-tip")
+        for _ in range(2):
+            link.tap()
+            assert tip.is_visible() and tip.text_content() == definition
+            box = tip.bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
+            tab.touchscreen.tap(5, PHONE["height"] - 5)
+            assert not tip.is_visible() and tab.url.endswith(HOME)
+        link.tap()
+        link.tap()
+        tab.wait_for_url("**/glossary.html#term-*")
+
+
+# Maps with a slider
+
+FILM = f"executed/{claims.load()['layer-first'].page}.html"
+
+
+@look_at([FILM])
+def test_the_slider_paints_the_recorded_numbers(tab):
+    mini, production = survival.load_arms("mini"), survival.load_arms("production")
+    mine, twin = (heads.norms(arm.by_seed[1]) for arm in (mini["fa2"], production["fa2_o_fp32"]))
+    twin = twin.loc[mine.index]
+    norm = LogNorm(*np.quantile([mine, twin], [0, 1]))
+    figure = tab.locator("#figure-film")
+    slider = figure.get_by_role("slider")
+    assert slider.evaluate("s => [+s.min, +s.max, +s.value]") == [0, len(mine) - 1, len(mine) - 1]
+    slider.focus()
+    painted = []
+    for key, step in [("Home", 0), ("ArrowRight", 1), ("End", len(mine) - 1)]:
+        tab.keyboard.press(key)
+        assert figure.locator("output").text_content() == f"{mine.index[step]:,}"
+        assert slider.get_attribute("aria-valuetext").startswith(f"step {mine.index[step]:,}; FA2")
+        for run, svg in zip((mine, twin), figure.locator(".lowprec-maps svg").all(), strict=True):
+            numbers = run.iloc[step].sort_index().to_numpy(float)
+            fills = svg.locator("rect").evaluate_all("all => all.map(r => r.getAttribute('fill'))")
+            texts = svg.locator("rect + text").all_text_contents()
+            assert texts == [f"{number:.1f}" for number in numbers]
+            wanted = [colormaps["YlOrRd"].resampled(64)(float(norm(x))) for x in numbers]
+            assert fills == [to_hex(colour) for colour in wanted]
+            painted.append(fills)
+    for own in (painted[::2], painted[1::2]):
+        assert len(set(map(tuple, own))) == 3, "each step has colours of its own"
+
+
+@look_at([FILM], "phone")
+def test_the_slider_fits_a_phone_and_print_has_the_figure_at_rest(tab):
+    figure = tab.locator("#figure-film")
+    film, still = figure.locator(".lowprec-film"), figure.locator(".lowprec-scroll")
+    assert film.is_visible() and not still.is_visible()
+    for svg in film.locator("svg").all():
+        box = svg.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
+    tab.emulate_media(media="print")
+    assert still.is_visible() and not film.is_visible()
+    tab.emulate_media(media="screen")
+
+
+def test_without_a_script_the_figure_is_at_rest(base, browser):
+    with browser.new_context(java_script_enabled=False) as context:
+        tab = context.new_page()
+        tab.goto(base + FILM)
+        assert tab.locator("#figure-film .lowprec-scroll svg").is_visible()
 
 
 @look_at(["search.html?q=roundoff"])

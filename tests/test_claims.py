@@ -16,6 +16,7 @@ import yaml
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lowprec import UserError, claims
+from lowprec.__main__ import main
 from lowprec.evidence import registration
 from lowprec.evidence.words import CLAIM_MIME
 from lowprec.publish import notebook, pages, statements
@@ -34,15 +35,16 @@ EXPLODES = dict(
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes the claims of the page 36_bias, and others by name; returns the notebooks' folder."""
+    """Writes the claims of a_bias, and of other pages by name; returns the notebooks' folder."""
 
     def write(*entries, **others):
         notebooks = tmp_path / "notebooks"
         notebooks.mkdir(exist_ok=True)
-        for page, some in {"36_bias": entries, **others}.items():
+        for page, some in {"a_bias": entries, **others}.items():
             (notebooks / page).parent.mkdir(exist_ok=True)
             (notebooks / f"{page}.claims.yml").write_text(yaml.safe_dump(list(some)))
-            (notebooks / f"{page}.ipynb").write_text("source")
+            titled = new_notebook(cells=[new_markdown_cell("# Bias")])
+            nbformat.write(titled, notebooks / f"{page}.ipynb")
         return notebooks
 
     return write
@@ -262,7 +264,7 @@ def test_what_was_not_measured_has_no_verdict(folder):
         ({"rule": "mean error =< 2"}, "claim bias: rule 'mean error =< 2' does not end in a"),
         ({"rule": 3}, "claim bias: rule 3 is not a text"),
         ({"threshold": 1}, "claim bias: unknown key 'threshold'; keys are id, sentence, rule"),
-        ({"page": "36_bias"}, "claim bias: unknown key 'page'"),
+        ({"page": "a_bias"}, "claim bias: unknown key 'page'"),
         ({"needs": 0}, "claim bias: needs 0 is not a number of units"),
         ({"needs": "0 sums"}, "claim bias: needs 0 is not a number of units"),
         ({"needs": "eight sums"}, "claim bias: needs 'eight sums' is not a number, nor one with"),
@@ -302,8 +304,8 @@ def test_missing_keys_are_named(folder, key):
 
 
 def test_a_repeated_id_is_named_in_whatever_file(folder):
-    twice = "claim bias stands twice, in 36_bias and {}: rename one"
-    with pytest.raises(UserError, match=twice.format("36_bias")):
+    twice = "claim bias stands twice, in a_bias and {}: rename one"
+    with pytest.raises(UserError, match=twice.format("a_bias")):
         claims.load(folder(ENTRY, ENTRY))
     with pytest.raises(UserError, match=twice.format("laboratory/bias")):
         claims.load(folder(ENTRY, **{"laboratory/bias": [ENTRY]}))
@@ -311,8 +313,8 @@ def test_a_repeated_id_is_named_in_whatever_file(folder):
 
 def test_a_claims_file_without_its_notebook_is_named(folder):
     notebooks = folder(ENTRY)
-    (notebooks / "36_bias.ipynb").rename(notebooks / "37_bias.ipynb")
-    with pytest.raises(UserError, match="36_bias.claims.yml has no notebook 36_bias.ipynb beside"):
+    (notebooks / "a_bias.ipynb").rename(notebooks / "b_bias.ipynb")
+    with pytest.raises(UserError, match="a_bias.claims.yml has no notebook a_bias.ipynb beside"):
         claims.load(notebooks)
 
 
@@ -323,7 +325,7 @@ def test_the_claims_of_a_fork_stay_with_it(folder):
     result = claims.check("mine", -0.25, 4, folder=notebooks)
     assert (result.verdict, result.claim.page, result.registered) == ("supported", "", False)
     assert not result.claim.exploratory, "nobody knows"
-    assert claims.check("bias", -0.25, 8, folder=notebooks).claim.page == "36_bias"
+    assert claims.check("bias", -0.25, 8, folder=notebooks).claim.page == "a_bias"
     (notebooks / "forks" / "mine.claims.yml").unlink()
     assert claims.check("mine", -0.25, 4, folder=notebooks).verdict == "inconclusive", "template's"
     claims.compare("_template", [result.as_dict()], {"a": 1}, notebooks)
@@ -339,7 +341,7 @@ def test_a_fork_has_no_rule_of_its_own_for_an_id_of_the_book(folder):
     notebooks = folder(ENTRY, **{"forks/a": [ENTRY], "forks/b": [{**ENTRY, "needs": 4}]})
     for page in ("forks/a", "forks/none"):
         claims.compare(page, [], {}, notebooks)
-    with pytest.raises(UserError, match="claim bias stands twice, in 36_bias and forks/b: rename"):
+    with pytest.raises(UserError, match="claim bias stands twice, in a_bias and forks/b: rename"):
         claims.compare("forks/b", [], {}, notebooks)
 
 
@@ -364,7 +366,7 @@ def test_a_claim_of_two_forks_or_of_none_is_named(folder):
      ("a: 1", "must be a list of claims")],
 )  # fmt: skip
 def test_a_damaged_claims_file_is_named(folder, text, words):
-    file = folder(ENTRY) / "36_bias.claims.yml"
+    file = folder(ENTRY) / "a_bias.claims.yml"
     file.unlink() if text is None else file.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=words):
         claims.load(file.parent)
@@ -442,7 +444,7 @@ def accepted(folder):
     def accept(value=-0.25, **about):
         notebooks = folder(ENTRY)
         execute(notebooks.parent, claims.check("bias", value, 8, folder=notebooks), **about)
-        claims.accept("36_bias", notebooks.parent)
+        claims.accept("a_bias", notebooks.parent)
         return notebooks
 
     return accept
@@ -454,25 +456,25 @@ def execute(root, *results, place="book/executed", **about):
     for result in results:
         output = new_output("execute_result", data=result._repr_mimebundle_())
         cells.append(new_code_cell("claims.check(...)", outputs=[output]))
-    page = as_page(new_notebook(cells=cells), "36_bias", "recorded", 1.25)
+    page = as_page(new_notebook(cells=cells), "a_bias", "recorded", 1.25)
     page.metadata["lowprec"] |= about
     (root / place).mkdir(parents=True, exist_ok=True)
-    nbformat.write(page, root / place / "36_bias.ipynb")
+    nbformat.write(page, root / place / "a_bias.ipynb")
 
 
 def test_a_lock_has_a_line_a_claim_with_six_digits(accepted):
     notebooks = accepted(-0.123456789, facts={"low": "8 of 8", "share": 0.03125})
-    lines = (notebooks / "36_bias.lock.json").read_text().splitlines()
+    lines = (notebooks / "a_bias.lock.json").read_text().splitlines()
     assert '"bias": {"n": 8, "value": -0.123457, "verdict": "supported"}' in lines
     assert '"low": "8 of 8",' in lines and '"share": 0.03125' in lines
-    assert claims.lock("36_bias", notebooks) == claims.locks(notebooks)["36_bias"] == {
+    assert claims.lock("a_bias", notebooks) == claims.locks(notebooks)["a_bias"] == {
         "claims": {"bias": {"n": 8, "value": -0.123457, "verdict": "supported"}},
         "facts": {"low": "8 of 8", "share": 0.03125},
     }  # fmt: skip
     assert claims.recorded(notebooks)["bias"].text == "−0.1235"
-    again = (notebooks / "36_bias.lock.json").read_bytes()
-    assert claims.accept("36_bias", notebooks.parent) == []
-    assert (notebooks / "36_bias.lock.json").read_bytes() == again
+    again = (notebooks / "a_bias.lock.json").read_bytes()
+    assert claims.accept("a_bias", notebooks.parent) == []
+    assert (notebooks / "a_bias.lock.json").read_bytes() == again
 
 
 def test_a_lock_has_a_number_in_full_where_the_rule_does(folder):
@@ -483,40 +485,40 @@ def test_a_lock_has_a_number_in_full_where_the_rule_does(folder):
 def test_a_lock_keeps_what_each_unit_gave(folder):
     notebooks = folder(EXPLODES)
     execute(notebooks.parent, *claims.check(folder=notebooks, low_explodes=SEEDS))
-    (line,) = claims.accept("36_bias", notebooks.parent)
+    (line,) = claims.accept("a_bias", notebooks.parent)
     assert line == "low-explodes: nothing -> verdict supported, value 3, n 4"
     assert claims.recorded(notebooks)["low-explodes"].count == "3 of 4"
-    assert claims.lock("36_bias", notebooks)["claims"]["low-explodes"]["by"]["2"] is False
+    assert claims.lock("a_bias", notebooks)["claims"]["low-explodes"]["by"]["2"] is False
 
 
 def test_a_lock_that_was_changed_by_hand_is_refused(accepted):
     notebooks = accepted()
-    file = notebooks / "36_bias.lock.json"
+    file = notebooks / "a_bias.lock.json"
     text = file.read_text()
     for other in (text.replace("supported", "refuted"), text.replace("-0.25", "-0.26")):
         assert other != text
         file.write_text(other)
-        with pytest.raises(UserError, match="36_bias.lock.json was changed by hand: run `python"):
-            claims.lock("36_bias", notebooks)
+        with pytest.raises(UserError, match="a_bias.lock.json was changed by hand: run `python"):
+            claims.lock("a_bias", notebooks)
     for other in ("", "{}", "[]", text[:-9]):
         file.write_text(other)
-        with pytest.raises(UserError, match="36_bias.lock.json is no lock: run `python -m lowprec"):
-            claims.lock("36_bias", notebooks)
-    claims.accept("36_bias", notebooks.parent)
+        with pytest.raises(UserError, match="a_bias.lock.json is no lock: run `python -m lowprec"):
+            claims.lock("a_bias", notebooks)
+    claims.accept("a_bias", notebooks.parent)
     assert file.read_text() == text
 
 
 @pytest.mark.parametrize(
     "value, n, sentence",
     [(1, 8, "claim bias: verdict is refuted .*lock.json says supported: look why, then run `p"),
-     (-0.25, 9, "claim bias: n is 9 .* 36_bias.lock.json says 8"),
+     (-0.25, 9, "claim bias: n is 9 .* a_bias.lock.json says 8"),
      (-0.251, 8, "claim bias: value is -0.251 .* says -0.25"),
      (-0.2501, 8, None)],
 )  # fmt: skip
 def test_what_the_lock_does_not_say_stops_the_build(accepted, value, n, sentence):
     notebooks = accepted()
     record = claims.check("bias", value, n, folder=notebooks).as_dict()
-    for page in ("36_bias", "forks/other", ""):
+    for page in ("a_bias", "forks/other", ""):
         if sentence is None:
             claims.compare(page, [record], {}, notebooks)
             continue
@@ -526,44 +528,44 @@ def test_what_the_lock_does_not_say_stops_the_build(accepted, value, n, sentence
 
 def test_a_claim_is_checked_on_its_own_page(accepted):
     notebooks = accepted()
-    (notebooks / "99_other.ipynb").write_text("source")
+    (notebooks / "other.ipynb").write_text("source")
     record = claims.check("bias", -0.25, 8, folder=notebooks).as_dict()
-    with pytest.raises(UserError, match="is checked in 99_other and stands in 36_bias.claims.yml"):
-        claims.compare("99_other", [record], {}, notebooks)
-    claims.compare("99_other", [record | {"shown": True}], {}, notebooks)
-    (notebooks / "36_bias.lock.json").unlink()
+    with pytest.raises(UserError, match="is checked in other and stands in a_bias.claims.yml"):
+        claims.compare("other", [record], {}, notebooks)
+    claims.compare("other", [record | {"shown": True}], {}, notebooks)
+    (notebooks / "a_bias.lock.json").unlink()
     with pytest.raises(UserError, match="claim bias is supported .* does not have it: look why"):
-        claims.compare("36_bias", [record], {}, notebooks)
+        claims.compare("a_bias", [record], {}, notebooks)
 
 
 @pytest.mark.parametrize(
     "facts, sentence",
     [({"low": "8 of 8", "share": 0.031251}, None),
-     ({"low": "7 of 8", "share": 0.03125}, "fact low of 36_bias is '7 of 8' and .* says '8 of 8'"),
-     ({"low": "8 of 8", "share": 0.032}, "fact share of 36_bias is 0.032 and .* says 0.03125"),
-     ({"low": "8 of 8"}, "fact share of 36_bias is nothing and .* says 0.03125: look why"),
-     ({"low": "8 of 8", "share": 0.03125, "high": 1}, "fact high of 36_bias is 1 and .* nothing")],
+     ({"low": "7 of 8", "share": 0.03125}, "fact low of a_bias is '7 of 8' and .* says '8 of 8'"),
+     ({"low": "8 of 8", "share": 0.032}, "fact share of a_bias is 0.032 and .* says 0.03125"),
+     ({"low": "8 of 8"}, "fact share of a_bias is nothing and .* says 0.03125: look why"),
+     ({"low": "8 of 8", "share": 0.03125, "high": 1}, "fact high of a_bias is 1 and .* nothing")],
 )  # fmt: skip
 def test_facts_are_held_against_the_lock(accepted, facts, sentence):
     notebooks = accepted(facts={"low": "8 of 8", "share": 0.03125})
     if sentence is None:
-        claims.compare("36_bias", [], facts, notebooks)
+        claims.compare("a_bias", [], facts, notebooks)
         return
     with pytest.raises(UserError, match=sentence):
-        claims.compare("36_bias", [], facts, notebooks)
+        claims.compare("a_bias", [], facts, notebooks)
 
 
 def test_accepting_takes_the_page_that_was_refused(accepted):
     notebooks = accepted()
     root = notebooks.parent
     execute(root, claims.check("bias", 1, 8, folder=notebooks), place="build/changed")
-    (line,) = claims.accept("36_bias", root)
+    (line,) = claims.accept("a_bias", root)
     assert line.endswith("value -0.25, n 8 -> verdict refuted, value 1, n 8")
-    assert not (root / "build/changed/36_bias.ipynb").exists()
-    assert '"verdict": "refuted"' in (root / "book/executed/36_bias.ipynb").read_text()
-    (root / "book/executed/36_bias.ipynb").unlink()
-    with pytest.raises(UserError, match="notebook 36_bias was not executed: run `make book`"):
-        claims.accept("36_bias", root)
+    assert not (root / "build/changed/a_bias.ipynb").exists()
+    assert '"verdict": "refuted"' in (root / "book/executed/a_bias.ipynb").read_text()
+    (root / "book/executed/a_bias.ipynb").unlink()
+    with pytest.raises(UserError, match="notebook a_bias was not executed: run `make book`"):
+        claims.accept("a_bias", root)
 
 
 def test_a_claim_is_shown_from_its_lock(accepted, capsys):
@@ -572,7 +574,7 @@ def test_a_claim_is_shown_from_its_lock(accepted, capsys):
     assert "supported: The bias is negative. (mean error in ulp: −0.25" in capsys.readouterr().out
     with pytest.raises(UserError, match="there is no claim 'bais': did you mean 'bias'?"):
         claims.show("bais", folder=notebooks)
-    (notebooks / "36_bias.lock.json").unlink()
+    (notebooks / "a_bias.lock.json").unlink()
     with pytest.raises(UserError, match="claim bias has no verdict yet: run `make book`, then"):
         claims.show("bias", folder=notebooks)
 
@@ -580,12 +582,23 @@ def test_a_claim_is_shown_from_its_lock(accepted, capsys):
 def test_the_command_accepts_a_page_by_its_first_letters(accepted, monkeypatch, capsys):
     notebooks = accepted()
     monkeypatch.setattr("lowprec.records.files.repo_root", lambda: notebooks.parent)
-    pages.main(["--accept", "36"])
-    assert capsys.readouterr().out == "36_bias.lock.json: nothing changed\n"
+    pages.main(["--accept", "a_b"])
+    assert capsys.readouterr().out == "a_bias.lock.json: nothing changed\n"
     pages.main([])
-    assert capsys.readouterr().out == "supported     36_bias bias: The bias is negative.\n"
-    with pytest.raises(UserError, match="'36_bais' is no page of the book: did you mean 36_bias"):
-        pages.main(["--accept", "36_bais"])
+    assert capsys.readouterr().out == "supported     a_bias bias: The bias is negative.\n"
+    with pytest.raises(UserError, match="'a_bais' is no page of the book: did you mean a_bias"):
+        pages.main(["--accept", "a_bais"])
+
+
+@pytest.mark.parametrize("name", ["36", "36_bias", "notebooks/36_bias.ipynb"])
+@pytest.mark.parametrize("command", [["claims", "--accept"], ["pages"]])
+def test_an_old_name_is_answered_with_the_new_one(accepted, monkeypatch, capsys, name, command):
+    root = accepted().parent
+    monkeypatch.setattr("lowprec.records.files.repo_root", lambda: root)
+    (root / "book").mkdir(exist_ok=True)
+    (root / "book" / "redirects.yml").write_text("executed/36_bias: executed/a_bias\n")
+    assert main([*command, name]) == 2
+    assert f"'{name}' is no page of the book: did you mean a_bias?" in capsys.readouterr().err
 
 
 # How old a rule is
@@ -651,12 +664,12 @@ def test_a_claim_is_not_accepted_before_its_rule_is_committed(history, folder):
     def accept(registered):
         folder({**ENTRY, "rule": "mean error in ulp < 2", "registered": registered})
         execute(root, claims.check("bias", 1, 8, folder=notebooks))
-        claims.accept("36_bias", root)
+        claims.accept("a_bias", root)
 
     with pytest.raises(UserError, match=f"claim bias: registered {first[:8]} has another rule"):
         accept(first[:8])
     accept(second[:8])
-    assert second.startswith(claims.lock("36_bias", notebooks)["claims"]["bias"]["first_run"])
+    assert second.startswith(claims.lock("a_bias", notebooks)["claims"]["bias"]["first_run"])
     accept(first[:8])  # judged before, which the tests of the repository look at
 
 
@@ -706,11 +719,12 @@ def test_pages_say_what_was_measured(repository):
         "  Measured: mean error in ulp: −0.25, n = 8 sums. Tests a statement of {cite:t}`qiu2025`.",
     ]
     status = (book / "status.md").read_text().splitlines()[-1]
-    assert status.startswith("| {doc}`/executed/36_bias` | recorded | 20")
+    assert status.startswith("| {doc}`/executed/a_bias` | recorded | 20")
     assert status.endswith(" s | 1 supported |")
     assert "{admonition} Supported" in (book / "_generated" / "claim-bias.md").read_text()
-    downloads = book / "_generated" / "extra" / "downloads" / "36_bias"
-    assert (downloads / "source.ipynb").read_text() == "source"
+    downloads = book / "_generated" / "extra" / "downloads" / "a_bias"
+    source = (repository / "notebooks" / "a_bias.ipynb").read_text()
+    assert (downloads / "source.ipynb").read_text() == source
     assert (downloads / "executed.ipynb").is_file()
     readme = (repository / "README.md").read_text()
     counts = (
@@ -729,10 +743,10 @@ def test_pages_are_the_same_when_written_again(repository):
 
 def test_a_claim_that_its_notebook_does_not_check_is_an_error(repository):
     execute(repository)
-    with pytest.raises(UserError, match="claim bias stands in 36_bias.claims.yml and the .* not"):
+    with pytest.raises(UserError, match="claim bias stands in a_bias.claims.yml and the .* not"):
         pages.write(repository)
-    (repository / "book" / "executed" / "36_bias.ipynb").unlink()
-    with pytest.raises(UserError, match="README.md is renewed; .* 36_bias was not executed"):
+    (repository / "book" / "executed" / "a_bias.ipynb").unlink()
+    with pytest.raises(UserError, match="README.md is renewed; .* a_bias was not executed"):
         pages.write(repository)
     assert "1 claims: 1" in (repository / "README.md").read_text()
 
@@ -766,7 +780,7 @@ def test_an_exploratory_claim_says_so(repository, folder):
         text = (repository / f"book/_generated/threat-{word}.md").read_text()
         assert text.splitlines() == [
             ":::{dropdown} Claims doubted for this: 1",
-            "- {doc}`/executed/36_bias`: [`bias`](#claim-bias)",
+            "- {doc}`/executed/a_bias`: [`bias`](#claim-bias)",
             ":::",
         ]
 
@@ -794,15 +808,15 @@ def test_headlines_are_filled_in(repository, folder):
     notebooks = repository / "notebooks"
     given = dict(bias=claims.Measured(-0.25, 8), size=claims.Measured(0.125, 8))
     execute(repository, *claims.check(folder=notebooks, low_explodes=SEEDS, **given))
-    claims.accept("36_bias", repository)
+    claims.accept("a_bias", repository)
     readme = repository / "README.md"
     readme.write_text(readme.read_text() + "{}\n{}\nThe end.\n".format(*pages.FINDINGS))
     pages.write(repository)
     text = readme.read_text()
     assert text.endswith(f"{pages.FINDINGS[1]}\nThe end.\n")
     assert text.split(pages.FINDINGS[0])[1].split(pages.FINDINGS[1])[0].splitlines()[1:] == [
-        "1. **Loud.** 3 of 4 explode. ([page 36](notebooks/36_bias.ipynb))",
-        "2. **Small.** It is −0.25 ulp, or 12.5%, in 8 sums. ([page 36](notebooks/36_bias.ipynb))",
+        "1. **Loud.** 3 of 4 explode. ([Bias](notebooks/a_bias.ipynb))",
+        "2. **Small.** It is −0.25 ulp, or 12.5%, in 8 sums. ([Bias](notebooks/a_bias.ipynb))",
     ]
 
 
@@ -833,7 +847,8 @@ def test_readme_has_the_claims():
     stale += "`python -m lowprec claims --write`, which renews it before it asks for the pages"
     said, of_paper = statements.load(ROOT / "book"), (ROOT / "book/statements.md").read_text()
     registry, found = claims.load(), claims.recorded()
-    assert pages.with_claims(readme, registry, said, found) == readme, stale
+    titles = pages.source_titles(ROOT / "notebooks")
+    assert pages.with_claims(readme, registry, said, found, titles) == readme, stale
     assert statements.listed(registry, said, found) in of_paper, stale.replace("README", "a page")
 
 

@@ -69,8 +69,8 @@ def test_numbers_made_again_are_those_of_the_table_or_an_error_names_the_first(f
 @pytest.mark.parametrize(
     ("study", "page", "parameters"),
     [
-        ("curvature", "37_bias_without_ties", curvature.PARAMETERS),
-        ("rivals", "laboratory/42_rivals", rivals.PARAMETERS),
+        ("curvature", "the_gradient_knows_the_rounding", curvature.PARAMETERS),
+        ("rivals", "laboratory/rivals", rivals.PARAMETERS),
     ],
 )
 def test_the_book_has_the_tables_with_the_parameters_of_the_page(study, page, parameters):

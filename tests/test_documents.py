@@ -14,8 +14,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from sphinx.cmd.build import main as sphinx
 
 from lowprec import UserError
+from lowprec.evidence import registry
 from lowprec.evidence.locks import write_lock
-from lowprec.publish import book, facts, pages
+from lowprec.publish import book, facts, form, pages
 from lowprec.records import manifest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +32,7 @@ myst_enable_extensions = ["substitution"]
 PAGE = """# A
 
 Of runs {{ count("delta-alone") }} explode ({{ claim('delta-alone').verdict }}), a share of
-{{ fact("11_a", "share", ".1%") }}, in {{ fact("11_a", "model") }}.
+{{ fact("a_page", "share", ".1%") }}, in {{ fact("a_page", "model") }}.
 """
 B = "(claim-delta-alone)=\n\n# B\n"
 
@@ -41,9 +42,9 @@ def root(tmp_path, monkeypatch):
     """A repository with one page, accepted, and a book of three documents."""
     for folder in ("data", "notebooks", "book"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "notebooks" / "11_a.claims.yml").write_text(CLAIMS)
+    (tmp_path / "notebooks" / "a_page.claims.yml").write_text(CLAIMS)
     nbformat.write(
-        new_notebook(cells=[new_markdown_cell("# A")]), tmp_path / "notebooks/11_a.ipynb"
+        new_notebook(cells=[new_markdown_cell("# A")]), tmp_path / "notebooks/a_page.ipynb"
     )
     lock(tmp_path)
     index = "# Book\n\n```{toctree}\na\nb\n```\n"
@@ -56,7 +57,7 @@ def root(tmp_path, monkeypatch):
 def lock(root, value=0, **more):
     entries = {"delta-alone": {"verdict": "supported", "value": value, "n": 8}}
     held = {"share": 0.0314, "model": "`mini` and -1", **more}
-    write_lock("11_a", root / "notebooks", entries, held)
+    write_lock("a_page", root / "notebooks", entries, held)
 
 
 def build(root):
@@ -92,8 +93,8 @@ def test_a_link_that_broke_in_an_unchanged_document_stops_the_build(root):
 
 
 WRONG = {
-    'fact("11_a", "modle")': "the lock of 11_a has no fact modle: did you mean model?",
-    'fact("12_b", "model")': "the lock of 12_b has no fact model",
+    'fact("a_page", "modle")': "the lock of a_page has no fact modle: did you mean model?",
+    'fact("b_page", "model")': "the lock of b_page has no fact model",
     'claim("delta-aloen").n': "no lock has a claim delta-aloen: did you mean delta-alone?",
     'claim("delta-alone").size': "a claim has no 'size': take value, n, count, verdict",
 }
@@ -116,6 +117,40 @@ def test_every_name_in_a_document_is_known(path):
         assert said.render(env=env, **book.NAMES)
 
 
+TERMS = """# G
+
+```{glossary}
+δ
+    A number of a row. It is {math}`2^{-7}`.
+
+clean δ
+    {term}`δ`, clean.
+```
+"""
+
+
+def test_the_first_use_of_a_term_leads_to_the_glossary_and_its_definition(root):
+    a = "# A δ\n\n`δ` δ and clean δ; δ.\n\n| δ |\n|---|\n| δ |\n"
+    for name, text in {"glossary": TERMS, "executed/a": a, "other": a}.items():
+        path = root / "book" / f"{name}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    index = "# Book\n\n```{toctree}\na\nb\nglossary\nother\nexecuted/a\n```\n"
+    (root / "book/index.md").write_text(index)
+    status, said, _ = build(root)
+    assert status == 0, said
+    page = (root / "build/executed/a.html").read_text()
+    links = re.findall(r'<a [^>]*href="../glossary.html#([^"]+)"[^>]*><span[^>]*>([^<]+)<', page)
+    assert [word for _, word in links] == ["δ", "clean δ"]
+    assert "glossary.html#" not in (root / "build/other.html").read_text(), "no main page"
+    written = (root / "build/_static/definitions.js").read_text()
+    shown = json.loads(written.removeprefix("const DEFINITIONS = ").removesuffix(";\n"))
+    assert [shown[id] for id, _ in links] == [
+        ["δ", "A number of a row. It is 2⁻⁷."], ["clean δ", "δ, clean."],
+    ]  # fmt: skip
+    assert "_static/definitions.js" in page
+
+
 def test_folded_outputs_have_their_title(root):
     folded = new_code_cell("x", outputs=[new_output("display_data", data={"text/plain": "7"})])
     folded.metadata = {"tags": ["fold", "hide-input", "hide-output"], "fold": "By seed"}
@@ -129,7 +164,7 @@ def test_folded_outputs_have_their_title(root):
     assert "Show code cell output" not in text
 
 
-MARKED = "<!--fact 11_a.share:.1%-->{}<!--/--> of <!--claim delta-alone.count-->{}<!--/-->."
+MARKED = "<!--fact a_page.share:.1%-->{}<!--/--> of <!--claim delta-alone.count-->{}<!--/-->."
 
 
 def test_marks_are_renewed(root):
@@ -137,7 +172,7 @@ def test_marks_are_renewed(root):
     assert facts.renewed(MARKED.format("old\ntext", "")) == fresh
     assert facts.renewed(fresh) == fresh
     with pytest.raises(UserError, match="no fact shaer: did you mean share"):
-        facts.renewed("<!--fact 11_a.shaer--><!--/-->")
+        facts.renewed("<!--fact a_page.shaer--><!--/-->")
 
 
 def test_marks_say_what_the_data_have(root):
@@ -195,3 +230,46 @@ def test_claims_write_renews_readme_and_the_page_about_the_data(root):
 def test_the_marks_of_readme_and_the_page_about_the_data_are_fresh():
     for path in (ROOT / "README.md", ROOT / "data" / "README.md"):
         assert facts.renewed(path.read_text()) == path.read_text()
+
+
+# What documents refer to, which the builder would only find out late
+
+BOOK = ROOT / "book"
+DOCUMENTS = sorted(path.stem for path in BOOK.glob("*.md") if path.stem != "status")
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_what_a_page_refers_to_exists(page):
+    text = (BOOK / f"{page}.md").read_text()
+    for target in re.findall(r"\]\((?!https?:|_generated/)([^)#]+)\)", text):
+        source = target.replace("executed/", "../notebooks/")
+        assert (BOOK / source).is_file(), f"{page} links to {target}"
+    for name in re.findall(r"\{doc\}`(?:[^`<]*<)?([\w/]+)>?`", text):
+        known = (BOOK / f"{name}.md").is_file() or name == "status"  # which is generated
+        assert known or (ROOT / f"{name.replace('executed', 'notebooks')}.ipynb").is_file()
+    entries = re.findall(r"^@\w+\{([^,]+),", (BOOK / "references.bib").read_text(), re.MULTILINE)
+    for key in re.findall(r"\{cite:[tp]\}`([^`]+)`", text):
+        assert key in entries, f"{page} cites {key}"
+    every = "".join((BOOK / f"{name}.md").read_text() for name in DOCUMENTS)
+    labels = re.findall(r"^\(([\w-]+)\)=$", every, re.MULTILINE)
+    for label in re.findall(r"\{ref\}`[^`<]+<([\w-]+)>`", text):
+        assert label in labels, f"{page} refers to {label}"
+    glossary = (BOOK / "glossary.md").read_text().splitlines()
+    for term in re.findall(r"\{term\}`(?:[^`<]*<)?([^`>]+)>?`", text):
+        assert term in glossary, f"{page}: the glossary has no {term}"
+    for id in re.findall(r"_generated/claim-([\w-]+)\.md", text):
+        assert id in registry.load(), f"{page} shows claim {id}"
+
+
+def test_the_pages_are_in_the_contents():
+    parts = form.contents(ROOT)
+    files = sum(parts.values(), [])
+    assert sorted(f for f in files if "/" not in f) == sorted([*DOCUMENTS, "status"])
+    executed = sorted(f"executed/{name}" for name in registry.pages(ROOT / "notebooks"))
+    assert sorted(f for f in files if f.startswith("executed/")) == executed, "mend _toc.yml"
+
+
+def test_a_page_of_the_laboratory_is_linked_from_a_main_page():
+    for name in registry.pages(ROOT / "notebooks"):
+        if "/" in name:
+            assert " of <a href" in form.position(name, ROOT), f"no main page links to {name}"

@@ -77,8 +77,8 @@ def test_masks_that_say_no_more_than_causal(additive, queries, hides):
 
 def test_safe_is_what_attention_computes():
     inputs = qkv(1, 2, 32, 16, dtype=torch.bfloat16)
-    assert SAFE == FA2.replace(delta_from="o_fp32") == PrecisionPolicy.parse("SAFE")
-    assert str(SAFE) == "FA2+delta_from=o_fp32"
+    assert SAFE == FA2.replace(row_sum="refined") == PrecisionPolicy.parse("SAFE")
+    assert str(SAFE) == "FA2+row_sum=refined"
     do = torch.randn(1, 2, 32, 16, dtype=torch.bfloat16)
     grads = [
         torch.autograd.grad(o, inputs, do)

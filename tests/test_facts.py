@@ -15,7 +15,7 @@ CLAIMS = {"delta-alone": SimpleNamespace(value=-0.25, n=8, count="0 of 8", verdi
 
 
 def filled(text, **values):
-    return facts.fill(text, values, CLAIMS, "11_a")[0]
+    return facts.fill(text, values, CLAIMS, "a")[0]
 
 
 def test_facts_are_filled_in_as_prose_prints_them():
@@ -52,9 +52,9 @@ def test_what_only_looks_like_code_or_mathematics_is_filled():
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("{lwo}", "11_a publishes no fact lwo: did you mean low?"),
-        ("{zzz:.0%}", "11_a publishes no fact zzz"),
-        ("{delta_alnoe.n}", "11_a checks no claim delta_alnoe: did you mean delta_alone?"),
+        ("{lwo}", "a publishes no fact lwo: did you mean low?"),
+        ("{zzz:.0%}", "a publishes no fact zzz"),
+        ("{delta_alnoe.n}", "a checks no claim delta_alnoe: did you mean delta_alone?"),
         ("{delta_alone.size}", "a claim has no 'size': take value, n, count, verdict"),
         ("{low:.0%}", "the format '.0%' is not one for '8 of 8'"),
     ],
@@ -90,12 +90,12 @@ def test_one_name_has_one_value():
 
 def test_documents_cite_facts(tmp_path):
     (tmp_path / "book").mkdir()
-    (tmp_path / "book" / "intro.md").write_text('{{ fact("11_a", "low") }} {{fact( \'12_b\',"x")}}')
-    (tmp_path / "README.md").write_text("<!--fact 13_c.share:.0%-->3%<!--/-->")
-    assert facts.cited(tmp_path) == {("11_a", "low"), ("12_b", "x"), ("13_c", "share")}
-    facts.refuse_unused("11_a", {"low": 1, "own": 2}, {"own"}, tmp_path)
-    with pytest.raises(UserError, match="^12_b publishes low, which neither its Markdown"):
-        facts.refuse_unused("12_b", {"low": 1, "x": 2}, set(), tmp_path)
+    (tmp_path / "book" / "intro.md").write_text('{{ fact("a", "low") }} {{fact( \'b\',"x")}}')
+    (tmp_path / "README.md").write_text("<!--fact c.share:.0%-->3%<!--/-->")
+    assert facts.cited(tmp_path) == {("a", "low"), ("b", "x"), ("c", "share")}
+    facts.refuse_unused("a", {"low": 1, "own": 2}, {"own"}, tmp_path)
+    with pytest.raises(UserError, match="^b publishes low, which neither its Markdown"):
+        facts.refuse_unused("b", {"low": 1, "x": 2}, set(), tmp_path)
 
 
 # With a real kernel
@@ -118,10 +118,10 @@ def write(path, *cells):
     return path
 
 
-def test_a_page_is_filled_and_shows_no_facts(tmp_path):
+def test_a_is_filled_and_shows_no_facts(tmp_path):
     code = "import numpy as np\nfacts(runs=np.int64(8))\nfacts({'share': 1/3})\nprint('x')"
     cells = new_markdown_cell("{share:.1%} of {runs}, `{runs}`"), new_code_cell(code)
-    source = write(tmp_path / "11_question.ipynb", *cells)
+    source = write(tmp_path / "question.ipynb", *cells)
     page = notebook.execute(source, tmp_path / "page.ipynb")
     text = "\n".join(c.source for c in page.cells if c.cell_type == "markdown")
     assert text.startswith("# 8 runs\n") and "33.3% of 8, `{runs}`" in text
@@ -132,7 +132,7 @@ def test_a_page_is_filled_and_shows_no_facts(tmp_path):
 
 @pytest.mark.parametrize("code", ["facts(run=8)", "facts(runs=8, idle=3)"])
 def test_an_unknown_and_an_idle_fact_stop_the_page(tmp_path, code):
-    source = write(tmp_path / "11_question.ipynb", new_code_cell(code))
+    source = write(tmp_path / "question.ipynb", new_code_cell(code))
     with pytest.raises(UserError, match="publishes no fact runs: did you|publishes idle, which"):
         notebook.execute(source, tmp_path / "page.ipynb")
     assert not (tmp_path / "page.ipynb").exists()

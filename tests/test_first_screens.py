@@ -124,7 +124,7 @@ def test_the_picture_of_readme_is_that_of_its_page(tmp_path):
     nb = {"cells": [{"outputs": [{"data": data}, {"data": {"text/plain": "1"}}]}, {}]}
     path = tmp_path / "book" / "_static" / f"{figure}.png"
     assert path.relative_to(tmp_path).as_posix() in README
-    pages.renew_picture(tmp_path, {"12_other": nb})
+    pages.renew_picture(tmp_path, {"other": nb})
     assert not path.exists()
     pages.renew_picture(tmp_path, {page: nb})
     assert path.read_bytes() == b"new"

@@ -1,14 +1,19 @@
 """A page in the new form: what stands first, what is folded, and what a reader sees of it."""
 
+import json
+from pathlib import Path
+
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lowprec.evidence.registry import parse
+from lowprec.evidence import claims
+from lowprec.evidence.registry import pages, parse
 from lowprec.evidence.verdicts import Result
 from lowprec.evidence.words import CLAIM_MIME, FIGURE_MIME
 from lowprec.publish import form, notebook
 
+ROOT = Path(__file__).resolve().parent.parent
 HEAD = "# What carries it\n\n**Question.** Which one?\n\n**Answer.** This one does."
 
 
@@ -31,7 +36,7 @@ def text(source, *tags):
     return made
 
 
-def verdict(id, weight="support", rule="count of runs that explode == 0", page="11_the_explosion",
+def verdict(id, weight="support", rule="count of runs that explode == 0", page="the_explosion",
             value=0, verdict="supported", shown=False):  # fmt: skip
     entry = dict(id=id, sentence=f"No {id}.", rule=rule, needs=8, weight=weight, threats=["length"])
     result = Result(parse(entry, page), verdict, value, 8, shown=shown)
@@ -39,7 +44,7 @@ def verdict(id, weight="support", rule="count of runs that explode == 0", page="
     return new_output("display_data", data=data)
 
 
-def page_of(*cells, name="11_the_explosion", parameters=None):
+def page_of(*cells, name="the_explosion", parameters=None):
     nb = new_notebook(cells=[text(HEAD), *cells])
     page = notebook.as_page(nb, name, "recorded", 12.4, parameters)
     nbformat.validate(page)
@@ -61,12 +66,12 @@ def test_the_lead_figure_is_moved_under_the_answer():
 
 def test_code_that_shows_nothing_is_in_the_notebook_alone():
     some = [cell("seed = 3", tags=["parameters"]), cell("draw()", figure())]
-    pages = {name: page_of(*some, name=name).cells for name in ("11_the_explosion", "forks/mine")}
+    pages = {name: page_of(*some, name=name).cells for name in ("the_explosion", "forks/mine")}
     silent = {
         name: ["remove-cell" in cell.metadata.get("tags", []) for cell in cells]
         for name, cells in pages.items()
     }
-    assert silent["11_the_explosion"][1:3] == [True, False] and not any(silent["forks/mine"])
+    assert silent["the_explosion"][1:3] == [True, False] and not any(silent["forks/mine"])
 
 
 def test_the_line_of_place_says_where_how_long_and_offers_the_files():
@@ -75,7 +80,7 @@ def test_the_line_of_place_says_where_how_long_and_offers_the_files():
     assert title == "# What carries it" and question == "**Question.** Which one?"
     assert place.startswith('<p class="lowprec-place">Part I, page 1 of 4 · 4 minutes')
     assert " · computed in 12 s on a " in place
-    link = '<a href="../downloads/11_the_explosion/source.ipynb" download="11_the_explosion.ipynb">'
+    link = '<a href="../downloads/the_explosion/source.ipynb" download="the_explosion.ipynb">'
     assert f"download {link}the notebook</a>" in place
 
 
@@ -90,7 +95,7 @@ def test_the_rerun_cell_is_folded_at_the_end():
     page = page_of(text("## Section"), cell("draw()", figure()))
     last = page.cells[-1].source
     assert last.startswith(":::{dropdown} Rerun, machine, files\n") and last.endswith("\n:::")
-    assert "papermill notebooks/11_the_explosion.ipynb" in last
+    assert "papermill notebooks/the_explosion.ipynb" in last
     assert 'Computed on this page: <a href="#figure-x">x</a>.' in last and "download" not in last
 
 
@@ -134,6 +139,32 @@ def test_roles_and_targets_are_not_words():
     assert form.words("{term}`a run <run>` and {doc}`/x/y`\n\n(claim-a)=") == [
         "a", "run", "and", "/x/y",
     ]  # fmt: skip
+
+
+# One vocabulary
+
+DOCUMENTS = (
+    "README.md", "book/intro.md", "book/round_it_yourself.md", "book/how_to_read.md",
+    "book/take_it_home.md", "book/shelf.md", "book/threats.md", "book/statements.md",
+    "book/argument.md", "book/write_kernels.md", "book/fork.md",
+)  # fmt: skip
+
+
+def test_other_names_are_found_in_prose_alone():
+    text = "A [Partner](partner.md) with `o_redrawn`, {redrawn} partnerships, an unrounded output."
+    assert form.other_names(text) == ["Partner: say twin", "unrounded output: say clean δ"]
+
+
+@pytest.mark.parametrize("name", [*pages(ROOT / "notebooks"), *DOCUMENTS])
+def test_a_page_calls_one_thing_by_one_name(name):
+    if name in DOCUMENTS:
+        said = [(ROOT / name).read_text()]
+    else:
+        cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+        said = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
+        said += [f"{c.sentence} {c.gloss} {c.words}" for c in claims.load().values()
+                 if c.page == name]  # fmt: skip
+    assert [found for text in said for found in form.other_names(text)] == []
 
 
 # Verdicts

@@ -132,7 +132,7 @@ display(data, raw=True)"""
 
 def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
     source = write_notebook(
-        tmp_path / "11_question.ipynb",
+        tmp_path / "question.ipynb",
         "import os, sys\nprint(os.getcwd() + '/data')\nprint(sys.prefix)",
         FIGURE.format("live", None),
         FIGURE.format("loss", "NVIDIA H200"),
@@ -143,11 +143,11 @@ def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
     for trace in (str(ROOT), sys.prefix, str(tmp_path), "papermill.record", "injected-parameters"):
         assert trace not in text
     about = page.metadata["lowprec"]
-    assert (about["notebook"], about["profile"]) == ("11_question", "recorded")
+    assert (about["notebook"], about["profile"]) == ("question", "recorded")
     assert [v["verdict"] for v in about["verdicts"]] == ["supported"]
     assert [f["name"] for f in about["figures"]] == ["live", "loss"]
     rerun = page.cells[1].source
-    assert "papermill notebooks/11_question.ipynb out.ipynb -f notebooks/profiles/recorded" in rerun
+    assert "papermill notebooks/question.ipynb out.ipynb -f notebooks/profiles/recorded" in rerun
     assert 'Computed on this page: <a href="#figure-live">live</a>.' in rerun
     assert 'recorded on NVIDIA H200: <a href="#figure-loss">loss</a>.' in rerun
     assert "{cite:t}`qiu2025`" in page.cells[-1].outputs[0].data["text/markdown"]
@@ -157,7 +157,7 @@ def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
 
 def test_a_table_is_the_same_text_in_every_execution(tmp_path):
     table = "from lowprec.publish.plots import show_table\nimport pandas as pd\n"
-    source = write_notebook(tmp_path / "11_question.ipynb", table + "show_table(pd.DataFrame([1]))")
+    source = write_notebook(tmp_path / "question.ipynb", table + "show_table(pd.DataFrame([1]))")
     page = notebook.execute(source, tmp_path / "page.ipynb")
     (output,) = page.cells[-1].outputs
     assert output.data["text/plain"] == "<pandas.io.formats.style.Styler>"
@@ -171,7 +171,7 @@ def test_a_home_at_the_root_is_no_trace(monkeypatch):
 
 
 def test_a_page_with_parameters_says_so_and_reads_without_the_book(tmp_path):
-    source = write_notebook(tmp_path / "11_question.ipynb", VERDICT)
+    source = write_notebook(tmp_path / "question.ipynb", VERDICT)
     page = notebook.execute(source, tmp_path / "page.ipynb", "recorded", {"seeds": 7})
     rerun = page.cells[1].source
     assert "-f notebooks/profiles/recorded.yaml -p seeds 7\n" in rerun and "Download" not in rerun
@@ -181,7 +181,7 @@ def test_a_page_with_parameters_says_so_and_reads_without_the_book(tmp_path):
 
 
 def test_a_failed_execution_keeps_the_older_page(tmp_path):
-    source = write_notebook(tmp_path / "11_question.ipynb", "1 / 0")
+    source = write_notebook(tmp_path / "question.ipynb", "1 / 0")
     output = tmp_path / "page.ipynb"
     output.write_text("older")
     command = [sys.executable, "-m", "lowprec", "notebook", source, output]
@@ -189,21 +189,21 @@ def test_a_failed_execution_keeps_the_older_page(tmp_path):
     assert done.returncode == 1
     assert "ZeroDivisionError: division by zero" in done.stderr
     assert output.read_text() == "older"
-    assert sorted(os.listdir(tmp_path)) == ["11_question.ipynb", "page.ipynb"]
+    assert sorted(os.listdir(tmp_path)) == ["page.ipynb", "question.ipynb"]
 
 
 def test_a_users_mistake_is_one_sentence(tmp_path):
-    source = write_notebook(tmp_path / "11_question.ipynb")
+    source = write_notebook(tmp_path / "question.ipynb")
     with pytest.raises(UserError) as error:
         notebook.execute(source, tmp_path / "page.ipynb", "recorded", {"seeds": "all"})
-    sentence = "11_question.ipynb: parameter 'seeds' takes int and was given 'all' (str)"
+    sentence = "question.ipynb: parameter 'seeds' takes int and was given 'all' (str)"
     assert str(error.value) == sentence
     assert not (tmp_path / "page.ipynb").exists()
 
 
 def test_an_empty_text_leaves_no_output(tmp_path):
     code = "from IPython.display import Markdown\ndisplay(Markdown('')); Markdown('x')"
-    source = write_notebook(tmp_path / "11_question.ipynb", code)
+    source = write_notebook(tmp_path / "question.ipynb", code)
     page = notebook.execute(source, tmp_path / "page.ipynb")
     assert [o.data["text/markdown"] for o in page.cells[-1].outputs] == ["x"]
 
@@ -217,7 +217,7 @@ def test_the_figure_tagged_lead_is_shown_first_too():
     figure = new_code_cell("draw()", outputs=[new_output("display_data", data=data)])
     figure.metadata["tags"] = ["hide-input", "lead"]
     nb = new_notebook(cells=[new_markdown_cell(f"{head}\n\n{table}"), figure])
-    page = notebook.as_page(nb, "11_question", "recorded", 1.0)
+    page = notebook.as_page(nb, "question", "recorded", 1.0)
     assert [c.source for c in (page.cells[0], page.cells[2])] == [head, table]
     lead = page.cells[1].outputs[0].data
     twice = '<figure ><path id="lead-x-a"/><use href="#lead-x-a"/></figure>'
@@ -237,7 +237,7 @@ def test_a_table_shows_minus_signs():
 
 def test_two_figures_of_one_name_are_refused(tmp_path):
     figure = FIGURE.format("loss", None)
-    source = write_notebook(tmp_path / "11_question.ipynb", figure, figure)
+    source = write_notebook(tmp_path / "question.ipynb", figure, figure)
     with pytest.raises(UserError, match="two figures have one name"):
         notebook.execute(source, tmp_path / "page.ipynb")
 
@@ -258,35 +258,41 @@ def test_a_verdict_that_changed_unseen_stops_the_build_and_not_the_reader(tmp_pa
 def test_an_unknown_profile_or_notebook_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"there is no notebook [^;]*$"):
         notebook.execute(tmp_path / "none.ipynb", tmp_path / "page.ipynb")
-    source = write_notebook(tmp_path / "11_question.ipynb")
-    for name in ("11.ipynb", "11_question", "11_qestion.ipynb"):
-        with pytest.raises(UserError, match=r"; did you mean .*11_question.ipynb\?$"):
+    source = write_notebook(tmp_path / "question.ipynb")
+    for name in ("quest.ipynb", "question", "qestion.ipynb"):
+        with pytest.raises(UserError, match=r"; did you mean .*question.ipynb\?$"):
             notebook.execute(tmp_path / name, tmp_path / "page.ipynb")
+    (tmp_path / "book").mkdir()
+    moved = "executed/11_why: executed/question\nexecuted/laboratory/11_a: executed/laboratory/b"
+    (tmp_path / "book" / "redirects.yml").write_text(moved)
+    for old, new in (("11_why", "question"), ("laboratory/11_a", "laboratory/b")):
+        with pytest.raises(UserError, match=rf"; did you mean .*/notebooks/{new}.ipynb\?$"):
+            notebook.execute(tmp_path / "notebooks" / f"{old}.ipynb", tmp_path / "page.ipynb")
     with pytest.raises(UserError, match="profile 'fast' is none of"):
         notebook.execute(source, tmp_path / "page.ipynb", "fast")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", "{}", '{"nbformat": 4}', "\xff"])
 def test_a_file_that_is_no_notebook_is_named(tmp_path, text):
-    source = tmp_path / "11_question.ipynb"
+    source = tmp_path / "question.ipynb"
     source.write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match="11_question.ipynb is not a notebook"):
+    with pytest.raises(UserError, match="question.ipynb is not a notebook"):
         notebook.execute(source, tmp_path / "page.ipynb")
 
 
 def test_a_page_replaces_neither_its_source_nor_a_folder(tmp_path):
-    source = write_notebook(tmp_path / "11_question.ipynb")
+    source = write_notebook(tmp_path / "question.ipynb")
     before = source.read_bytes()
     for output in (source, tmp_path / "a" / ".." / source.name, tmp_path):
         with pytest.raises(UserError, match="is not replaced by a page"):
             notebook.execute(source, output)
-    with pytest.raises(UserError, match="cannot make the folder .*11_question.ipynb: "):
+    with pytest.raises(UserError, match="cannot make the folder .*question.ipynb: "):
         notebook.execute(source, source / "page.ipynb")
     assert source.read_bytes() == before and os.listdir(tmp_path) == [source.name]
 
 
 def test_papermill_itself_ends_with_the_sentence(tmp_path):
-    source = write_notebook(tmp_path / "11_question.ipynb")
+    source = write_notebook(tmp_path / "question.ipynb")
     profile = ROOT / "notebooks" / "profiles" / "recorded.yaml"
     command = [sys.executable, "-m", "papermill", source, tmp_path / "out.ipynb", "-f", profile]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -305,7 +311,7 @@ def fork(tmp_path, monkeypatch):
     returns the copied notebook."""
     for folder in ("notebooks/forks", "book"):
         (tmp_path / folder).mkdir(parents=True)
-    one = "notebooks/38_where_the_sign_comes_from"
+    one = "notebooks/where_the_sign_comes_from"
     for name in ("data", "notebooks/profiles", f"{one}.ipynb", f"{one}.claims.yml",
                  "book/threats.md", "book/_toc.yml", "notebooks/_template.ipynb",
                  "notebooks/_template.claims.yml"):  # fmt: skip

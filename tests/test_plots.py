@@ -90,14 +90,14 @@ def run(arm, seed, policy="LOW", campaign="mini", hardware="NVIDIA H200", **conf
 
 
 def test_a_figure_names_the_runs_it_is_drawn_from():
-    partner = "LOW+delta_from=o_fp32"
+    clean = "LOW+delta_from=o_fp32"
     several = [run("low", seed) for seed in (6, 0, 3, 1, 2, 0)]
-    several += [run("o_fp32", 4, partner), run("o_fp32", 5, partner, f"{gettempdir()}/mini")]
-    several += [run("one", 0, "FA2", "layers", layers={"1/2": partner}, impl="sdpa", tile=None)]
+    several += [run("o_fp32", 4, clean), run("o_fp32", 5, clean, f"{gettempdir()}/mini")]
+    several += [run("one", 0, "FA2", "layers", layers={"1/2": clean}, impl="sdpa", tile=None)]
     said = [
         "Drawn from 7 runs of 3 arms",
-        f"mini: low (LOW) seeds 0–3, 6; o_fp32 ({partner}) seed 4",
-        f"layers: one (FA2, impl sdpa, layer 1 heads 2 {partner}) seed 0",
+        f"mini: low (LOW) seeds 0–3, 6; o_fp32 ({clean}) seed 4",
+        f"layers: one (FA2, impl sdpa, layer 1 heads 2 {clean}) seed 0",
     ]
     for runs in (several, iter(several), pd.DataFrame({"run": several}), pd.Series(several)):
         data = bundle(runs=runs)[0]

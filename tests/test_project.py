@@ -219,12 +219,13 @@ BUILDER = (
     "publish/form",
     "publish/pages",
     "publish/statements",
+    "publish/terms",
     "evidence/claims",
     "evidence/verdicts",
 )
 
 
-EVERY = ["11_a", "12_b", "laboratory/11_c"]
+EVERY = ["a_page", "b_page", "laboratory/c"]
 
 
 @pytest.fixture
@@ -232,14 +233,14 @@ def built(tmp_path):
     """The stand-in after `make book`: every product newer than what it is made from."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     sources = (
-        "notebooks/11_a.ipynb", "notebooks/12_b.ipynb", "notebooks/laboratory/11_c.ipynb",
+        "notebooks/a_page.ipynb", "notebooks/b_page.ipynb", "notebooks/laboratory/c.ipynb",
         "notebooks/profiles/recorded.yaml", "notebooks/profiles/gpu.yaml", "data/run.parquet",
         "data/README.md", "book/statements.yml", "book/intro.md", "README.md",
         *(f"lowprec/{name}.py" for name in BUILDER),
     )  # fmt: skip
     products = (
         ".venv/.stamp", *(f"book/executed/{name}.ipynb" for name in EVERY),
-        "book/executed/.11_a.d", "book/executed/.12_b.d", "book/executed/laboratory/.11_c.d",
+        "book/executed/.a_page.d", "book/executed/.b_page.d", "book/executed/laboratory/.c.d",
         "book/_build/.stamp",
     )  # fmt: skip
     for age, name in enumerate((*sources, "constraints.txt", "pyproject.toml", *products)):
@@ -265,8 +266,8 @@ def test_make_does_nothing_when_nothing_changed(built):
 @pytest.mark.parametrize(
     "changed, notebooks",
     [
-        ("notebooks/11_a.ipynb", ["11_a"]),
-        ("notebooks/laboratory/11_c.ipynb", ["laboratory/11_c"]),
+        ("notebooks/a_page.ipynb", ["a_page"]),
+        ("notebooks/laboratory/c.ipynb", ["laboratory/c"]),
         ("notebooks/profiles/recorded.yaml", EVERY),
         ("notebooks/profiles/gpu.yaml", []),
         ("data/run.parquet", []),  # which no page has read: tests/test_reads.py has the others
@@ -289,8 +290,8 @@ def test_make_executes_what_a_change_touches(built, changed, notebooks):
 def test_make_notebooks_keeps_profiles_apart(built):
     done = make(built, "-n", "notebooks", PROFILE="gpu")
     assert executed(done.stdout) == EVERY
-    assert "build/gpu/11_a.ipynb --profile gpu" in done.stdout
-    page = "build/gpu/laboratory/11_c.ipynb --profile gpu --depfile build/gpu/laboratory/.11_c.d"
+    assert "build/gpu/a_page.ipynb --profile gpu" in done.stdout
+    page = "build/gpu/laboratory/c.ipynb --profile gpu --depfile build/gpu/laboratory/.c.d"
     assert page in done.stdout
     done = make(built, "notebooks", PROFILE="gpus")
     assert done.returncode != 0 and "take recorded or gpu" in done.stderr
@@ -298,11 +299,11 @@ def test_make_notebooks_keeps_profiles_apart(built):
 
 @needs_make
 def test_a_page_whose_notebook_is_gone_leaves_the_book(built):
-    for name in ("12_b", "laboratory/11_c"):
+    for name in ("b_page", "laboratory/c"):
         (built / "notebooks" / f"{name}.ipynb").unlink()
     (built / "book" / "intro.md").touch()
     done = make(built, "-n", "book")
-    assert "rm -f book/executed/12_b.ipynb book/executed/laboratory/11_c.ipynb\n" in done.stdout
+    assert "rm -f book/executed/b_page.ipynb book/executed/laboratory/c.ipynb\n" in done.stdout
 
 
 @needs_make
@@ -312,7 +313,7 @@ def test_a_page_whose_notebook_is_gone_leaves_the_book(built):
      (100, ["-j2"], True), (6_000_000, ["clean"], False)],
 )  # fmt: skip
 def test_pages_are_made_side_by_side_if_there_is_memory(built, memory, words, together):
-    (built / "notebooks" / "laboratory" / "11_c.ipynb").unlink()
+    (built / "notebooks" / "laboratory" / "c.ipynb").unlink()
     for page in (built / "book" / "executed").glob("*.ipynb"):
         page.unlink()
     said = 'test "$3" != notebook || { echo start >> log; sleep 0.5; echo end >> log; }'

@@ -20,6 +20,7 @@ from lowprec import UserError
 from lowprec.__main__ import main
 from lowprec.evidence import claims
 from lowprec.evidence.locks import write_lock
+from lowprec.evidence.registry import in_order
 from lowprec.publish import facts, form, limits, pages
 from lowprec.records import manifest, reads
 
@@ -36,18 +37,19 @@ def test_a_rule_names_what_is_gone_as_well():
 
 
 def test_what_is_made_is_no_dependency(tmp_path):
-    kept = ["data/x.json", "lowprec/evidence/heads.py", "book/_toc.yml", "book/references.bib"]
+    kept = ["data/x.json", "lowprec/evidence/heads.py", "book/references.bib"]
     made = [
         "build/x", "runs/a/run.json", "book/executed/a.ipynb", "book/_generated/a.md", ".git/HEAD",
         ".venv/lib/x.py", "data/runs/.a.part/x", "lowprec.egg-info/PKG-INFO",
-        "notebooks/12_b.claims.yml", "notebooks/12_b.lock.json", "book/threats.md",
+        "notebooks/b_page.claims.yml", "notebooks/b_page.lock.json", "book/threats.md",
+        "book/_toc.yml",
     ]  # fmt: skip
     lines = [f"read\t{tmp_path}/{name}\n" for name in (*kept, *made)]
-    lines += [f"claims\t{tmp_path}/notebooks/11_a.claims.yml\n", "read\t/etc/hosts\n"]
+    lines += [f"claims\t{tmp_path}/notebooks/a_page.claims.yml\n", "read\t/etc/hosts\n"]
     compiled = "lowprec/studies/__pycache__/kept.cpython-311.pyc"
     lines += [f"read\t{tmp_path}/{compiled}\n", f"listed\t{tmp_path}/lowprec\n"]
     (tmp_path / "log").write_text("".join(lines))
-    expected = {*kept, "notebooks/11_a.claims.yml", "lowprec/studies/kept.py"}
+    expected = {*kept, "notebooks/a_page.claims.yml", "lowprec/studies/kept.py"}
     assert set(reads.dependencies(tmp_path / "log", tmp_path)) == expected
 
 
@@ -96,24 +98,24 @@ NEW = """# Another `x` < y
 
 **Question.** Is it?
 
-**Answer.** It is: [why](laboratory/12_c.ipynb)."""
+**Answer.** It is: [why](laboratory/b_more.ipynb)."""
 IN_LABORATORY = "# More\n\n**Question.** Why?\n\n**Answer.** {two} < 3."
 TOC = """root: intro
 parts:
   - caption: "Part I: All"
     chapters:
-      - file: executed/11_a
-      - file: executed/12_b
+      - file: executed/a_page
+      - file: executed/b_page
   - caption: Laboratory
     chapters:
-      - file: executed/laboratory/12_c
+      - file: executed/laboratory/b_more
 """
 MORE = """from lowprec import claims
 from lowprec.publish.facts import facts
 
 claims.check(zero_is_zero=0)
 facts(two=2)"""
-EVERY = ["11_a", "12_b", "laboratory/12_c"]
+EVERY = ["a_page", "b_page", "laboratory/b_more"]
 
 
 def write_notebook(path, title, code):
@@ -172,9 +174,9 @@ def book(tmp_path_factory):
     manifest.write_manifest(root / "data")
     (root / "notebooks" / "laboratory").mkdir()
     every = (
-        ("11_a", "# A page", ONE, "two-runs", 2, {}),
-        ("12_b", NEW, TWO, "one-is-one", 1, {}),
-        ("laboratory/12_c", IN_LABORATORY, MORE, "zero-is-zero", 0, {"two": 2}),
+        ("a_page", "# A page", ONE, "two-runs", 2, {}),
+        ("b_page", NEW, TWO, "one-is-one", 1, {}),
+        ("laboratory/b_more", IN_LABORATORY, MORE, "zero-is-zero", 0, {"two": 2}),
     )
     for name, title, code, id, value, said in every:
         write_notebook(root / "notebooks" / f"{name}.ipynb", title, code)
@@ -206,12 +208,12 @@ def depends_on(root, name):
 
 @needs_make
 def test_a_page_depends_on_all_that_it_read_and_on_nothing_else(book):
-    first, second = depends_on(book, "11_a"), depends_on(book, "12_b")
+    first, second = depends_on(book, "a_page"), depends_on(book, "b_page")
     here = {"data/runs/mini", "data"}  # listed; the folder in which `later` would be
     files = {path for path in first if path.startswith("data/") and (book / path).is_file()}
     assert files == {f"data/{name}" for name in READ} and here <= first
     assert "lowprec/studies/one.py" in first and "lowprec/studies/two.py" not in first
-    assert "notebooks/11_a.claims.yml" in first and "notebooks/12_b.claims.yml" not in first
+    assert "notebooks/a_page.claims.yml" in first and "notebooks/b_page.claims.yml" not in first
     for name in EVERY[1:]:
         of_others = {path for path in depends_on(book, name) if not path.startswith("lowprec/")}
         assert of_others == {f"notebooks/{name}.claims.yml"}
@@ -224,19 +226,19 @@ def test_a_page_depends_on_all_that_it_read_and_on_nothing_else(book):
 
 
 CHANGES = {
-    "lowprec/studies/one.py": ["11_a"],
+    "lowprec/studies/one.py": ["a_page"],
     "lowprec/studies/unused.py": [],
     "lowprec/publish/form.py": EVERY,
     "lowprec/publish/pages.py": [],
-    "notebooks/11_a.claims.yml": ["11_a"],
-    "notebooks/11_a.lock.json": [],
-    "notebooks/12_b.ipynb": ["12_b"],
-    "notebooks/laboratory/12_c.ipynb": ["laboratory/12_c"],
-    "notebooks/laboratory/12_c.claims.yml": ["laboratory/12_c"],
+    "notebooks/a_page.claims.yml": ["a_page"],
+    "notebooks/a_page.lock.json": [],
+    "notebooks/b_page.ipynb": ["b_page"],
+    "notebooks/laboratory/b_more.ipynb": ["laboratory/b_more"],
+    "notebooks/laboratory/b_more.claims.yml": ["laboratory/b_more"],
     "data/README.md": [],
     "data/manifest.json": [],
-    "data/pandas.parquet": ["11_a"],
-    "data/load.safetensors": ["11_a"],
+    "data/pandas.parquet": ["a_page"],
+    "data/load.safetensors": ["a_page"],
     "constraints.txt": EVERY,
 }
 
@@ -266,7 +268,11 @@ def test_a_change_executes_the_pages_that_read_it(book, changed, pages):
 @needs_make
 @pytest.mark.parametrize(
     "changed, builds",
-    [("11_a.lock.json", True), ("laboratory/12_c.lock.json", True), ("forks/a.claims.yml", False)],
+    [
+        ("a_page.lock.json", True),
+        ("laboratory/b_more.lock.json", True),
+        ("forks/a.claims.yml", False),
+    ],
 )
 def test_a_lock_builds_the_book_again_and_a_fork_does_not(book, changed, builds):
     with unchanged(book):
@@ -284,7 +290,7 @@ def test_a_run_more_executes_the_page_that_lists_its_campaign(book):
         more = book / "data" / "runs" / "mini" / "low-seed2"
         more.mkdir()
         (more / "run.json").write_text("{}")
-        assert executed(make(book, "-n", "book")) == ["11_a"]
+        assert executed(make(book, "-n", "book")) == ["a_page"]
         shutil.rmtree(more)
 
 
@@ -292,7 +298,7 @@ def test_a_run_more_executes_the_page_that_lists_its_campaign(book):
 def test_what_was_not_there_executes_the_page_once_it_is(book):
     with unchanged(book):
         (book / "data" / "later").mkdir()
-        assert executed(make(book, "-n", "book")) == ["11_a"]
+        assert executed(make(book, "-n", "book")) == ["a_page"]
         (book / "data" / "later").rmdir()
 
 
@@ -302,25 +308,25 @@ def test_what_is_gone_executes_the_page_and_is_no_error(book, name):
     with unchanged(book):
         kept = (book / name).read_bytes()
         (book / name).unlink()
-        assert executed(make(book, "-n", "book")) == ["11_a"]
+        assert executed(make(book, "-n", "book")) == ["a_page"]
         (book / name).write_bytes(kept)
 
 
 @needs_make
 def test_a_page_without_a_record_of_what_it_read_is_executed(book):
     with unchanged(book):
-        record = book / "book" / "executed" / ".12_b.d"
+        record = book / "book" / "executed" / ".b_page.d"
         kept = record.read_bytes()
         record.unlink()
-        assert executed(make(book, "-n", "book")) == ["12_b"]
+        assert executed(make(book, "-n", "book")) == ["b_page"]
         record.write_bytes(kept)
 
 
 @needs_make
 def test_a_page_has_the_time_of_its_start(book):
     """So what is changed while it runs makes it old."""
-    page = book / "book" / "executed" / "11_a.ipynb"
-    assert page.stat().st_mtime < (page.parent / ".11_a.d").stat().st_mtime
+    page = book / "book" / "executed" / "a_page.ipynb"
+    assert page.stat().st_mtime < (page.parent / ".a_page.d").stat().st_mtime
 
 
 # What is written from the pages
@@ -331,7 +337,7 @@ def written(book, monkeypatch):
     """The same, with an html folder; what a test changes in it is given back."""
     monkeypatch.chdir(book)
     (book / "book" / "_build" / "html").mkdir(exist_ok=True)
-    page = book / "book" / "executed" / "12_b.ipynb"
+    page = book / "book" / "executed" / "b_page.ipynb"
     kept, toc = page.read_text(), book / "book" / "_toc.yml"
     yield book
     page.write_text(kept)
@@ -352,7 +358,7 @@ def test_what_did_not_change_is_not_written_again(written):
 
 
 def test_what_is_no_longer_generated_is_removed(written):
-    old = written / "book" / "_generated" / "extra" / "downloads" / "13_c" / "source.ipynb"
+    old = written / "book" / "_generated" / "extra" / "downloads" / "b_more" / "source.ipynb"
     old.parent.mkdir()
     old.write_text("{}")
     pages.write(written)
@@ -361,21 +367,21 @@ def test_what_is_no_longer_generated_is_removed(written):
 
 def test_another_title_writes_all_pages_anew(written):
     pages.write(written)
-    page = written / "book" / "executed" / "12_b.ipynb"
+    page = written / "book" / "executed" / "b_page.ipynb"
     page.write_text(page.read_text().replace("# Another", "# Yet another"))
     pages.write(written)
     assert not (written / "book" / "_build" / "html").exists()
 
 
 def test_the_place_of_a_page_follows_the_contents_and_not_its_time(written):
-    page = written / "book" / "executed" / "12_b.ipynb"
+    page = written / "book" / "executed" / "b_page.ipynb"
     assert "Part I, page 2 of 2 · 1 minute to read" in page.read_text()
     time = page.stat().st_mtime_ns
-    toc = TOC.replace("      - file: executed/11_a\n", "")
+    toc = TOC.replace("      - file: executed/a_page\n", "")
     (written / "book" / "_toc.yml").write_text(toc)
     pages.write(written)
     assert "Part I, page 1 of 1" in page.read_text() and page.stat().st_mtime_ns == time
-    copied = written / "book" / "_generated" / "extra" / "downloads" / "12_b" / "executed.ipynb"
+    copied = written / "book" / "_generated" / "extra" / "downloads" / "b_page" / "executed.ipynb"
     assert copied.read_text() == page.read_text()
 
 
@@ -384,60 +390,64 @@ def test_the_place_of_a_page_follows_the_contents_and_not_its_time(written):
 
 def test_a_page_of_the_laboratory_names_its_main_page_and_offers_its_files(written):
     pages.write(written)
-    page = nbformat.read(written / "book" / "executed" / "laboratory" / "12_c.ipynb", 4)
+    page = nbformat.read(written / "book" / "executed" / "laboratory" / "b_more.ipynb", 4)
     place = page.cells[0].source
-    assert 'Laboratory of <a href="../12_b.html">Another x &lt; y</a> · 1 minute' in place
-    assert '"../../downloads/laboratory/12_c/source.ipynb" download="12_c.ipynb"' in place
-    offered = written / "book" / "_generated" / "extra" / "downloads" / "laboratory" / "12_c"
-    source = (written / "notebooks" / "laboratory" / "12_c.ipynb").read_text()
+    assert 'Laboratory of <a href="../b_page.html">Another x &lt; y</a> · 1 minute' in place
+    assert '"../../downloads/laboratory/b_more/source.ipynb" download="b_more.ipynb"' in place
+    offered = written / "book" / "_generated" / "extra" / "downloads" / "laboratory" / "b_more"
+    source = (written / "notebooks" / "laboratory" / "b_more.ipynb").read_text()
     assert (offered / "source.ipynb").read_text() == source
 
 
 def test_a_page_of_the_laboratory_that_no_page_links_to_names_none(written):
-    source = written / "notebooks" / "12_b.ipynb"
+    source = written / "notebooks" / "b_page.ipynb"
     kept = source.read_text()
-    source.write_text(kept.replace("laboratory/12_c", "laboratory/12_cd"))
-    assert form.position("laboratory/12_c", written) == "Laboratory"
+    source.write_text(kept.replace("laboratory/b_more", "laboratory/b_mores"))
+    assert form.position("laboratory/b_more", written) == "Laboratory"
     source.write_text(kept)
 
 
 def test_the_claims_of_the_laboratory_stand_with_the_others(written):
     pages.write(written)
     listed = (written / "book" / "_generated" / "claims_all.md").read_text()
-    main, more = "{doc}`/executed/12_b`", "## More\n\nPage: {doc}`/executed/laboratory/12_c`"
+    main, more = "{doc}`/executed/b_page`", "## More\n\nPage: {doc}`/executed/laboratory/b_more`"
     assert listed.index(main) < listed.index(more)
     assert "- [**supported**](#claim-zero-is-zero), exploratory: A claim." in listed
-    assert facts.locked_fact("laboratory/12_c", "two") == "2"
+    assert facts.locked_fact("laboratory/b_more", "two") == "2"
     measured = limits.pages(written)
-    assert list(measured) == EVERY and measured["laboratory/12_c"]["answer"] == 2
+    assert list(measured) == EVERY and measured["laboratory/b_more"]["answer"] == 2
 
 
 def test_old_pages_and_claims_keep_their_addresses(written):
     table = written / "book" / "redirects.yml"
-    table.write_text("executed/10_old: executed/laboratory/12_c\n")
+    table.write_text("executed/10_old: executed/laboratory/b_more\n")
     pages.write(written)
     table.unlink()
     extra = written / "book" / "_generated" / "extra"
     old, claim = (extra / f"{name}.html" for name in ("executed/10_old", "claim/one-is-one"))
-    assert 'href="../executed/laboratory/12_c.html"' in old.read_text()
-    assert 'href="../executed/12_b.html#claim-one-is-one"' in claim.read_text()
+    assert 'href="../executed/laboratory/b_more.html"' in old.read_text()
+    assert 'href="../executed/b_page.html#claim-one-is-one"' in claim.read_text()
 
 
 def test_all_claims_stand_in_the_order_of_the_contents(written):
-    toc = TOC.replace("11_a", "first").replace("12_b", "11_a").replace("first", "12_b")
+    toc = TOC.replace("a_page", "first").replace("b_page", "a_page").replace("first", "b_page")
     (written / "book" / "_toc.yml").write_text(toc)
-    assert pages.in_order(EVERY, written) == ["12_b", "11_a", "laboratory/12_c"]
+    assert in_order(EVERY, written) == ["b_page", "a_page", "laboratory/b_more"]
+    of_claims = {claim.page: None for claim in claims.load(written / "notebooks").values()}
+    assert list(of_claims) == list(limits.pages(written)) == in_order(EVERY, written)
     pages.write(written)
     listed = (written / "book" / "_generated" / "claims_all.md").read_text()
-    assert re.findall("executed/(.*)`", listed) == ["12_b", "11_a", "laboratory/12_c"]
+    assert re.findall("executed/(.*)`", listed) == ["b_page", "a_page", "laboratory/b_more"]
+    rows = (written / "book" / "status.md").read_text()
+    assert re.findall("executed/(.*?)`", rows) == ["b_page", "a_page", "laboratory/b_more"]
 
 
 @pytest.mark.parametrize(
     "text, name",
-    [("12", "12_b"), ("b", "12_b"), ("laboratory/12", "laboratory/12_c"), ("c", "laboratory/12_c"),
-     ("notebooks/laboratory/12_c.ipynb", "laboratory/12_c")],
+    [("b_page", "b_page"), ("b", "b_page"), ("laboratory/b", "laboratory/b_more"),
+     ("b_m", "laboratory/b_more"), ("notebooks/laboratory/b_more.ipynb", "laboratory/b_more")],
 )  # fmt: skip
-def test_of_two_pages_with_one_number_the_main_one_is_meant(written, text, name, capsys):
+def test_of_two_pages_with_one_beginning_the_main_one_is_meant(written, text, name, capsys):
     assert claims.page_named(text, written / "notebooks") == name
     time = (written / "notebooks" / f"{name}.lock.json").stat().st_mtime_ns
     assert main(["claims", "--accept", text]) == 0
@@ -446,5 +456,5 @@ def test_of_two_pages_with_one_number_the_main_one_is_meant(written, text, name,
 
 
 def test_a_page_that_the_laboratory_has_not_is_asked_back(written):
-    with pytest.raises(UserError, match="'laboratory/13' is no page .*mean laboratory/12_c"):
-        claims.page_named("laboratory/13", written / "notebooks")
+    with pytest.raises(UserError, match="'laboratory/c' is no page .*mean laboratory/b_more"):
+        claims.page_named("laboratory/c", written / "notebooks")

@@ -4,7 +4,7 @@
     o = sdpa(q, k, v, is_causal=True)
 
 The default policy, `lowprec.numerics.policy.SAFE`, rounds where production kernels do, but the
-backward reads delta from an output that is never rounded. For Hugging Face models see
+backward adds to delta what the row of dS sums to. For Hugging Face models see
 `lowprec.attention.huggingface`.
 """
 

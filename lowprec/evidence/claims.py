@@ -1,8 +1,8 @@
 """Claims: what a page says, the rule that decides it, and the verdict.
 
-The claims of `notebooks/NN_slug.ipynb` stand beside it in `NN_slug.claims.yml`, each with the rule
+The claims of `notebooks/SLUG.ipynb` stand beside it in `SLUG.claims.yml`, each with the rule
 that was written before it was measured. The page measures and calls `check`; the verdict follows
-from the rule, not from the author. What came out is kept in `NN_slug.lock.json`
+from the rule, not from the author. What came out is kept in `SLUG.lock.json`
 (`lowprec.evidence.locks`), and a page that finds something else does not build: a refuted claim is
 a result, a verdict that changes unseen is not.
 
@@ -35,6 +35,7 @@ from lowprec.evidence.registry import (
     pages_named,
     parse,
     refuse_shadowed,
+    renamed,
 )
 from lowprec.evidence.verdicts import Measured, Result
 from lowprec.evidence.words import minus, number
@@ -371,7 +372,8 @@ def page_named(text: str, folder: Path) -> str:
     names = pages(folder)
     found = pages_named(text, names)
     if len(found) != 1:
-        some = found or difflib.get_close_matches(text, names, n=3, cutoff=0.3)
+        some = found or renamed(text, folder.parent)
+        some = some or difflib.get_close_matches(text, names, n=3, cutoff=0.3)
         hint = f": did you mean {' or '.join(some)}?" if some else ""
         raise UserError(f"{text!r} is no page of the book{hint}")
     return found[0]

@@ -1,6 +1,6 @@
 """Locks: what a page of the book found when it was last accepted.
 
-`notebooks/NN_slug.lock.json` stands beside the page and its claims. It has the verdict of each
+`notebooks/SLUG.lock.json` stands beside the page and its claims. It has the verdict of each
 claim, its value and n, and the named facts that prose uses, so that any document can cite a page
 without executing it, and a change of either is a line of a diff.
 

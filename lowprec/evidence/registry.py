@@ -1,4 +1,4 @@
-"""The claims files: what stands in `notebooks/NN_slug.claims.yml`, read and checked.
+"""The claims files: what stands in `notebooks/SLUG.claims.yml`, read and checked.
 
 id          short and unique; the page calls claims.check(the_id=...), with _ for -
 sentence    what is claimed, one plain sentence
@@ -161,25 +161,67 @@ def pages_folder() -> Path:
 
 def pages(folder: Path) -> list[str]:
     """The pages of the book below a folder of notebooks, by name: the main ones, then those of the
-    laboratory, as laboratory/NN_slug. Forks are none."""
+    laboratory, as laboratory/SLUG. Forks are none."""
     paths = [*sorted(folder.glob("[!_]*.ipynb")), *sorted(folder.glob(f"{LABORATORY}/[!_]*.ipynb"))]
     return [path.relative_to(folder).as_posix().removesuffix(".ipynb") for path in paths]
 
 
+def contents(root: Path) -> dict[str, list[str]]:
+    """The pages in each part of book/_toc.yml, as it names them; under "" its first page."""
+    import yaml
+
+    toc = yaml.safe_load((root / "book" / "_toc.yml").read_text())
+    parts = {p["caption"]: [each["file"] for each in p["chapters"]] for p in toc["parts"]}
+    return {"": [toc["root"]], **parts}
+
+
+def in_order(names, root: Path) -> list[str]:
+    """Pages in the order of the book's contents, then those that are not in there."""
+    toc = root / "book" / "_toc.yml"
+    listed = _listed(root, toc.stat().st_mtime_ns) if toc.is_file() else []
+    return [*(name for name in listed if name in names), *(n for n in names if n not in listed)]
+
+
+@functools.lru_cache(maxsize=16)
+def _listed(root: Path, changed: int) -> list[str]:
+    """The notebooks of the contents, read once and not at each claim."""
+    return [file.removeprefix("executed/") for file in sum(contents(root).values(), [])]
+
+
 def pages_named(text: str, names) -> list[str]:
     """Those of some pages that a text names: in full, by file, by the first letters, or by those
-    behind folder and number; main pages before the laboratory's, which laboratory/11 names."""
-    text = text.removeprefix("notebooks/").removesuffix(".ipynb")
-    if text in names:
-        return [text]
-    slugs = {name: re.sub(r"^(.*/)?(\d+_)?", "", name) for name in names}
-    found = [name for name in names if name.startswith(text)]
-    found = found or [name for name in names if slugs[name].startswith(text)]
-    return [name for name in found if "/" not in name] or found
+    behind the folder; main pages before the laboratory's."""
+    text = _name(text)
+    slugs = {name: name.rpartition("/")[2] for name in names}
+    for found in (
+        [name for name in names if name == text],
+        [name for name in names if name.startswith(text)],
+        [name for name in names if slugs[name].startswith(text)],
+    ):
+        if found:
+            return [name for name in found if "/" not in name] or found
+    return []
+
+
+def _name(file: str) -> str:
+    return file.removeprefix("notebooks/").removesuffix(".ipynb")
+
+
+def renamed(text: str, root: Path) -> list[str]:
+    """The pages that the old name of a page, or its old number, stands for by redirects.yml."""
+    import yaml
+
+    file = root / "book" / "redirects.yml"
+    table = yaml.safe_load(file.read_text()) or {} if file.is_file() else {}
+    moved = {old.removeprefix("executed/"): new.removeprefix("executed/")
+             for old, new in table.items()}  # fmt: skip
+    found = [old for old in moved if re.fullmatch(rf"{re.escape(_name(text))}(_.*)?", old)]
+    return list(dict.fromkeys(moved[old] for old in found))
 
 
 def load(folder: Path | None = None) -> dict[str, Claim]:
-    """The claims beside the notebooks by id, page by page; folder: notebooks/ by default.
+    """The claims beside the notebooks by id, in the order of the contents; folder: notebooks/ by
+    default.
 
     Raises `UserError` for a file that is damaged, that has no notebook, or that repeats an id.
     """
@@ -188,7 +230,9 @@ def load(folder: Path | None = None) -> dict[str, Claim]:
              if path.relative_to(folder).parts[0] not in ("forks", TEMPLATE)]  # fmt: skip
     if not files:
         raise UserError(f"there are no claims in {folder}; restore them from git")
-    return _joined(sorted(files, key=lambda path: (len(path.parts), path)), folder)
+    names = {path.relative_to(folder).as_posix().removesuffix(".claims.yml"): path
+             for path in sorted(files, key=lambda path: (len(path.parts), path))}  # fmt: skip
+    return _joined([names[name] for name in in_order(names, folder.parent)], folder)
 
 
 def of_forks(folder: Path | None = None) -> dict[str, Claim]:

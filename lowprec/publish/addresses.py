@@ -1,6 +1,6 @@
 """Addresses that stay: that of a page which was renamed, and one for each claim.
 
-book/redirects.yml has a line for each old page, `executed/11_the_explosion: executed/explosion`. A
+book/redirects.yml has a line for each old page, `executed/11_explosion: executed/the_explosion`. A
 claim is at claim/ID.html, whatever page has its box. At both is a stub, a page of HTML that leads
 on: from an old page to the same anchor of the new one, or to the claim that was asked for.
 """

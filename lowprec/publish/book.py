@@ -1,7 +1,7 @@
-"""The book's Sphinx extension: results in documents by name, titles for folded outputs, and links
-that are resolved anew when what they lead to has changed.
+"""The book's Sphinx extension: results in documents by name, titles for folded outputs, terms of
+the glossary, and links that are resolved anew when what they lead to has changed.
 
-`{{ fact("11_the_explosion", "low") }}` and `{{ claim("explosion-low-happens").count }}` in a page
+`{{ fact("the_explosion", "low") }}` and `{{ claim("explosion-low-happens").count }}` in a page
 of book/ say what the locks of the notebooks have; `{{ count("explosion-low-happens") }}` is that
 count as a link to the claim. MyST's substitutions do the work; an unknown name is a warning, which
 stops the build.
@@ -19,7 +19,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 from lowprec import __version__
 from lowprec.evidence.registry import load, pages_folder
-from lowprec.publish import facts
+from lowprec.publish import facts, terms
 
 
 @pass_context
@@ -114,6 +114,9 @@ def setup(app) -> dict:
     app.connect("builder-inited", _names, priority=600)  # after MyST has read its configuration
     app.connect("config-inited", _say_who)
     app.connect("env-updated", _targets)
+    app.connect("env-updated", terms.write)
+    app.add_js_file("definitions.js")
     app.connect("build-finished", _leave_out)
+    app.add_transform(terms.LinkTerms)
     app.add_post_transform(TitleFolds)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -3,8 +3,8 @@
 A page says `facts(low="8 of 8", share=0.031)`, and `lowprec.publish.notebook.execute` fills {low}
 and {share:.0%} in its Markdown cells. {explosion_low_happens.count} is a field of a claim that the
 page checks. A document, which no kernel fills, takes the same from the pages' locks: one of book/
-says `{{ fact("11_the_explosion", "low") }}` (`lowprec.publish.book`), and README.md, read as it is,
-has the text between `<!--fact 11_the_explosion.low-->` and `<!--/-->` renewed. Marks also take what
+says `{{ fact("the_explosion", "low") }}` (`lowprec.publish.book`), and README.md, read as it is,
+has the text between `<!--fact the_explosion.low-->` and `<!--/-->` renewed. Marks also take what
 data/ says of itself: `<!--runs mini.recorded-->` counts the runs of a campaign in its manifest, and
 `<!--data corpora/pysource.tokens:,-->` is a key of a JSON file there. So no number of a result is
 typed, and a name that nothing gives, or that nothing uses, stops the build.

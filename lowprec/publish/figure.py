@@ -137,8 +137,9 @@ def show_table(frame: pd.DataFrame, **formats):
 
 
 def save_figure(
-    fig, table: pd.DataFrame, name: str, alt: str, caption: str, hardware=None, runs=None
-) -> None:
+    fig, table: pd.DataFrame, name: str, alt: str, caption: str, hardware=None, runs=None,
+    moving: str = "",
+) -> None:  # fmt: skip
     """Show a figure on its page with caption, badge and data, and close it.
 
     table: the numbers drawn, at most 400 kB as CSV. name: short and unique on its page, a-z, 0-9
@@ -148,15 +149,18 @@ def save_figure(
     on the page and are not named.
     hardware: without runs, the machine that made the data, if it was not computed on this page; or
     that of each piece, "CPU" for one that was.
+    moving: what `lowprec.publish.film` embeds, as JSON.
     """
     from IPython.display import display
 
-    data, metadata = bundle(fig, table, name, alt, caption, hardware, runs)
+    data, metadata = bundle(fig, table, name, alt, caption, hardware, runs, moving)
     plt.close(fig)
     display(data, metadata=metadata, raw=True)
 
 
-def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[dict, dict]:
+def bundle(
+    fig, table, name, alt, caption, hardware=None, runs=None, moving=""
+) -> tuple[dict, dict]:
     """The output of `save_figure` as (data by MIME type, metadata)."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise UserError(f"figure name {name!r} must be made of a-z, 0-9 and single hyphens")
@@ -180,7 +184,7 @@ def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[di
              "hardware": hardware, "runs": name_runs(runs)}  # fmt: skip
     data = {
         "text/plain": f"Figure {name}: {alt}",
-        "text/html": _html(svg(fig, name, alt), csv, about),
+        "text/html": _html(svg(fig, name, alt), csv, about, moving),
         "image/png": base64.b64encode(png(fig, alt)).decode(),
         FIGURE_MIME: about,
     }
@@ -256,7 +260,12 @@ def png(fig, alt: str) -> bytes:
     return raw.getvalue()
 
 
-def _html(image: str, csv: bytes, about: dict) -> str:
+def _html(image: str, csv: bytes, about: dict, moving: str) -> str:
+    film = (
+        f'\n<div class="lowprec-film"><script type="application/json">{moving}</script></div>'
+        if moving
+        else ""
+    )
     badge = f"recorded on {about['hardware']}" if about["hardware"] else "computed on this page"
     link = "data:text/csv;base64," + base64.b64encode(csv).decode()
     runs = ""
@@ -269,7 +278,7 @@ def _html(image: str, csv: bytes, about: dict) -> str:
     return f"""<figure class="lowprec-figure" id="{about["id"]}" style="margin:1em 0">
 <div class="lowprec-scroll" style="overflow-x:auto" tabindex="0">
 {image}
-</div>
+</div>{film}
 <figcaption>{html.escape(about["caption"])}
 <span class="lowprec-badge">{html.escape(badge)}</span>
 <a class="lowprec-data" download="{about["name"]}.csv" href="{link}">data (CSV)</a>{runs}

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from lowprec.evidence.registry import LABORATORY
+from lowprec.evidence.registry import LABORATORY, contents
 from lowprec.evidence.words import CLAIM_MIME, FIGURE_MIME
 
 WORDS_A_MINUTE = 230
@@ -219,15 +219,6 @@ def position(name: str, root: Path) -> str | None:
     return None
 
 
-def contents(root: Path) -> dict[str, list[str]]:
-    """The pages in each part of book/_toc.yml, as it names them; under "" its first page."""
-    import yaml
-
-    toc = yaml.safe_load((root / "book" / "_toc.yml").read_text())
-    parts = {p["caption"]: [each["file"] for each in p["chapters"]] for p in toc["parts"]}
-    return {"": [toc["root"]], **parts}
-
-
 def _belongs(name: str, root: Path, files: list[str]) -> str:
     """The page of the contents that names this one most often, as a link; empty if none does."""
     texts = {}
@@ -301,3 +292,22 @@ MARKUP = re.compile(
 def words(text: str) -> list[str]:
     """The words of a text in Markdown; a formula without spaces is one."""
     return [word for word in MARKUP.sub(" ", text).split() if re.search(r"\w", word)]
+
+
+OTHERWISE = {
+    "twin": r"partners?|healthy arms?|one-field variants?",
+    "clean δ": r"unrounded outputs?|output before rounding",
+    "fresh rounding": r"redrawn|rounded afresh",
+}
+"""The one name of a thing, and names for it that prose does not use."""
+CODE = re.compile(r"```.*?```|`[^`]*`|\{\{?.*?\}\}?|\]\([^)]*\)", re.DOTALL)
+
+
+def other_names(text: str) -> list[str]:
+    """What a text calls by another name than the book's, with that; not in code and addresses."""
+    text = CODE.sub(" ", text)
+    return [
+        f"{found}: say {name}"
+        for name, others in OTHERWISE.items()
+        for found in re.findall(rf"\b(?:{others})\b", text, re.IGNORECASE)
+    ]

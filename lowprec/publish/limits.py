@@ -114,9 +114,10 @@ def beyond(measured: dict[str, int], page: str = "") -> list[str]:
 
 
 def pages(root: Path) -> dict[str, dict[str, int]]:
-    """What is measured of every page of the book by name; of one not executed, only its source."""
+    """What is measured of every page, in the order of the contents; of one not executed, only its
+    source."""
     measured = {}
-    for name in registry.pages(root / "notebooks"):
+    for name in registry.in_order(registry.pages(root / "notebooks"), root):
         source, page = (root / of / f"{name}.ipynb" for of in ("notebooks", "book/executed"))
         measured[name] = of_source(json.loads(source.read_text()))
         if page.is_file():

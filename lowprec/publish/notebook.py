@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lowprec import UserError
-from lowprec.evidence.registry import LABORATORY
+from lowprec.evidence.registry import LABORATORY, renamed
 from lowprec.evidence.words import CLAIM_MIME, FACTS_MIME, FIGURE_MIME, PROFILES
 from lowprec.publish import facts, form
 from lowprec.records import reads
@@ -204,8 +204,12 @@ def _check_paths(source: Path, output: Path) -> None:
     if not source.is_file():
         names = sorted(path.name for path in source.parent.glob("[!_]*.ipynb"))
         close = [name for name in names if name.startswith(source.stem)]
+        folder = source.parent.parent if source.parent.name == LABORATORY else source.parent
+        old = source.relative_to(folder).with_suffix("").as_posix()
+        moved = [folder / f"{new}.ipynb" for new in renamed(old, folder.parent)]
         close = close or difflib.get_close_matches(source.name, names, n=1)
-        hint = f"; did you mean {source.parent / close[0]}?" if close else ""
+        found = [*moved, *(source.parent / name for name in close)]
+        hint = f"; did you mean {found[0]}?" if found else ""
         raise UserError(f"there is no notebook {source}{hint}")
     try:
         nbformat.read(source, 4)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from lowprec import UserError
 from lowprec.evidence import claims
-from lowprec.evidence.registry import Claim, pages
+from lowprec.evidence.registry import Claim, in_order, pages
 from lowprec.evidence.verdicts import VERDICTS, Result, threat_links
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish import addresses, facts, form, statements
@@ -38,7 +38,7 @@ from lowprec.records import files, runs
 
 MARKERS = "<!-- claims -->", "<!-- /claims -->"
 FINDINGS = "<!-- findings -->", "<!-- /findings -->"
-PICTURE = "11_the_explosion", "one-rounding"
+PICTURE = "the_explosion", "one-rounding"
 """The page and the figure that README shows."""
 
 
@@ -93,7 +93,9 @@ def renew(root: Path, registry: dict[str, Claim], found: dict[str, Result]) -> N
     readme, of_data = root / "README.md", root / "data" / "README.md"
     said, of_paper = statements.load(root / "book"), root / "book" / "statements.md"
     if readme.is_file():
-        _put(readme, facts.renewed(with_claims(readme.read_text(), registry, said, found)))
+        titles = source_titles(root / "notebooks")
+        text = with_claims(readme.read_text(), registry, said, found, titles)
+        _put(readme, facts.renewed(text))
     if of_paper.is_file():
         listed = "\n" + statements.listed(registry, said, found)
         text = _between(MARKERS, of_paper.read_text(), listed, "book/statements.md")
@@ -192,6 +194,11 @@ def title(nb: dict) -> str:
     return "".join(nb["cells"][0]["source"]).partition("\n")[0].lstrip("# ")
 
 
+def source_titles(sources: Path) -> dict[str, str]:
+    """The title of each page by name, from the notebooks themselves."""
+    return {name: title(nb) for name, nb in read_executed(sources).items()}
+
+
 def page_of(name: str, titles: dict[str, str]) -> str:
     return f"{{doc}}`/executed/{name}`" if name in titles else "to come"
 
@@ -210,13 +217,6 @@ def claims_list(some: list[Claim], results) -> str:
         words = [f"{in_words(claim, results)}: {claim.sentence}", " ".join(under)]
         items.append("- " + "\\\n  ".join(filter(None, words)) + "\n")
     return "".join(items)
-
-
-def in_order(names, root: Path) -> list[str]:
-    """Pages in the order of the book's contents, then those that are not in there."""
-    files = sum(form.contents(root).values(), [])
-    listed = [file.removeprefix("executed/") for file in files]
-    return [*(name for name in listed if name in names), *(n for n in names if n not in listed)]
 
 
 def by_page(registry: dict[str, Claim], names) -> dict[str, list[Claim]]:
@@ -266,14 +266,15 @@ def all_claims(registry, results, titles) -> str:
 
 
 def with_claims(text: str, registry: dict[str, Claim], said: list[dict],
-                found: dict[str, Result]) -> str:  # fmt: skip
+                found: dict[str, Result], titles: dict[str, str]) -> str:  # fmt: skip
     """README's text with the headlines between their markers, if it has them, and with how many of
     the paper's statements hold and of the claims have which verdict.
 
-    From claims, statements and locks alone, so that no page needs to be executed for it.
+    titles: of the notebooks. From them, claims, statements and locks alone, so that no page needs
+    to be executed for it.
     """
     if any(mark in text for mark in FINDINGS):
-        text = _between(FINDINGS, text, headlines(registry, found))
+        text = _between(FINDINGS, text, headlines(registry, found, titles))
     sums = f"{statements.standing(registry, said, found)}\n{counts(registry, found)}"
     return _between(MARKERS, text, sums)
 
@@ -287,7 +288,7 @@ def _between(marks: tuple[str, str], text: str, content: str, name: str = "READM
     return f"{head}{start}\n{content}{end}{rest.split(end)[1]}"
 
 
-def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
+def headlines(registry: dict[str, Claim], found: dict[str, Result], titles: dict[str, str]) -> str:
     """The claims that are headlines as a numbered list, those of one number in one item."""
     numbers = sorted({claim.headline for claim in registry.values() if claim.headline})
     items = []
@@ -299,17 +300,11 @@ def headlines(registry: dict[str, Claim], found: dict[str, Result]) -> str:
                 f"then `python -m lowprec claims --accept {missing[0].page}`"
             )
         some = [found[claim.id] for claim in of_place]
-        pages = dict.fromkeys(_source_link(result.claim) for result in some)
+        names = dict.fromkeys(claim.page for claim in of_place)
+        links = ", ".join(f"[{titles[name]}](notebooks/{name}.ipynb)" for name in names)
         words = " ".join(result.headline for result in some)
-        items.append(f"{place}. {words} ({', '.join(pages)})\n")
+        items.append(f"{place}. {words} ({links})\n")
     return "".join(items)
-
-
-def _source_link(claim: Claim) -> str:
-    """The number of a claim's page, or its name, linked to the notebook."""
-    number = re.match(r"\d+(?=_)", claim.page)
-    said = f"page {number[0]}" if number else claim.page.replace("_", " ")
-    return f"[{said}](notebooks/{claim.page}.ipynb)"
 
 
 def status(root: Path) -> str:
@@ -317,7 +312,9 @@ def status(root: Path) -> str:
     folders = root / "book" / "executed", root / "build" / "gpu"
     rows = []
     for folder in folders:
-        for name, nb in read_executed(folder).items():
+        executed = read_executed(folder)
+        for name in in_order(executed, root):
+            nb = executed[name]
             about = nb["metadata"]["lowprec"]
             verdicts = [record["verdict"] for record in about["verdicts"]]
             counts = [f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts]
@@ -329,7 +326,7 @@ def status(root: Path) -> str:
     return (
         "# Status\n\n"
         "What this copy of the book was made from. Each row is one execution of a notebook.\n\n"
-        + table(header, sorted(rows))
+        + table(header, rows)
     )
 
 
@@ -377,7 +374,7 @@ def main(argv: list[str]) -> None:
         prog="python -m lowprec claims", description=main.__doc__, allow_abbrev=False
     )
     parser.add_argument("--write", action="store_true", help="write the generated pages and tables")
-    parser.add_argument("--accept", nargs="+", metavar="NN", default=[],
+    parser.add_argument("--accept", nargs="+", metavar="PAGE", default=[],
                         help="write the locks of these pages from what they found")  # fmt: skip
     args = parser.parse_args(argv)
     root = files.repo_root()

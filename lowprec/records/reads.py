@@ -6,7 +6,8 @@ looked for and not there. `rule` turns them into a rule for make, as C compilers
 
 Python announces what it opens and lists (its audit events). Parquet and safetensors are opened
 below Python, so their readers announce it here. The claims of all pages are read at once and used
-one by one: who uses one says so with `note`, and their files are left out otherwise.
+one by one: who uses one says so with `note`, and their files are left out otherwise. So is the
+contents of the book, which gives them their order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CLAIMS, ABSENT = "lowprec.evidence.claims", "lowprec.absent"
 """Audit events of our own."""
 KINDS = {"open": "read", "os.listdir": "listed", "os.scandir": "listed", CLAIMS: "claims",
          ABSENT: "absent"}  # fmt: skip
-OF_CLAIMS = (".claims.yml", ".lock.json", "threats.md")
+OF_CLAIMS = (".claims.yml", ".lock.json", "threats.md", "_toc.yml")
 MADE = (("build",), ("runs",), ("shards",), ("book", "executed"), ("book", "_build"),
         ("book", "_generated"))  # fmt: skip
 
