@@ -198,22 +198,20 @@ def test_generation_with_padding_on_the_left(name, cache):
 
 def test_a_trainer_with_its_padding_collator(tmp_path):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-    from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
-    from transformers.tokenization_utils_base import BatchEncoding
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import (
+        DataCollatorForLanguageModeling,
+        PreTrainedTokenizerFast,
+        Trainer,
+        TrainingArguments,
+    )
 
-    class Padding(DataCollatorWithPadding):
-        def __call__(self, rows):
-            longest = max(len(r["input_ids"]) for r in rows)
-            ids = torch.tensor(
-                [r["input_ids"] + [0] * (longest - len(r["input_ids"])) for r in rows]
-            )
-            mask = ids.ne(0).long()
-            return BatchEncoding(dict(
-                input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)
-            ))  # fmt: skip
-
+    words = Tokenizer(WordLevel({"[PAD]": 0} | {str(i): i for i in range(1, 64)}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
     rows = [dict(input_ids=tokens(n, seed=n).tolist()) for n in (9, 16, 12, 5)]
-    losses = {}
+    collator, losses = DataCollatorForLanguageModeling(tokenizer, mlm=False), {}
+    assert (collator(rows)["attention_mask"] == 0).any()
     for implementation in ("exact", "sdpa"):
         model = make("llama")
         model.set_attn_implementation(implementation)
@@ -221,7 +219,7 @@ def test_a_trainer_with_its_padding_collator(tmp_path):
             output_dir=tmp_path, per_device_train_batch_size=4, max_steps=2, report_to=[],
             use_cpu=True, save_strategy="no", logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=rows, data_collator=Padding(None))
+        trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collator)
         losses[implementation] = trainer.train().training_loss
     assert losses["exact"] == pytest.approx(losses["sdpa"], rel=1e-5)
 
