@@ -125,8 +125,8 @@ def inverse(dropout: float) -> float:
 
 def check_row_sum(policy: PrecisionPolicy, softcap: float | bool) -> None:
     """Raise `UserError` where row sums of ds are not zero in exact arithmetic."""
-    if softcap and policy.row_sum != "as_rounded":
+    if softcap and policy.row_sum == "removed":
         raise UserError(
-            f"row_sum={policy.row_sum} is for scores without a soft cap: with one a row of dS does "
-            "not sum to zero; leave row_sum as_rounded"
+            "row_sum=removed is for scores without a soft cap: with one a row of dS does not sum "
+            "to zero; take as_rounded or refined"
         )

@@ -47,7 +47,8 @@ class Trace(SimpleNamespace):
               dv as inputs; dsinks (heads,) and dbias, as the bias, FP32, where there are any
     p is not normalised, it enters P V; p_bwd is, and enters dV. `emulate` has ds_dk as well, ds as
     it enters dK: ds itself, or from delta + row_sum with row_sum="refined". With a sink row_sum
-    counts its share, which is in no ds; with dropout p is after it, and p_bwd before.
+    counts its share, which is in no ds; with a soft cap it is that of the gradient of capped
+    scores, unrounded. With dropout p is after it, and p_bwd before.
     """
 
     def __repr__(self) -> str:
@@ -297,7 +298,7 @@ def _backward(t, q, k, v, do, policy, rnd, tile, how, dropped):
     for j, start in enumerate(range(0, k.shape[2], tile)):
         keys = slice(start, start + tile)
         dq = _accumulate("dq_acc", dq, t.ds[..., keys] @ k[:, :, keys], rnd, 2 * j)
-    t.row_sum = t.ds.sum(-1)
+    t.row_sum = (raw if how.softcap else t.ds).sum(-1)  # zero in exact arithmetic
     if how.bias is not None:
         t.dbias = (rnd("ds", raw) if how.softcap else t.ds).sum_to_size(how.bias.shape)
     if how.sinks is not None:
@@ -308,8 +309,9 @@ def _backward(t, q, k, v, do, policy, rnd, tile, how, dropped):
         mean_key = (k / k.shape[2]).sum(2, keepdim=True)  # in this order no finite key overflows
         dq = dq - t.row_sum[..., None] * mean_key
     elif policy.row_sum == "refined":
-        dq = dq - t.row_sum[..., None] * (t.p_bwd @ k)
-        t.ds_dk = rnd("ds", p * (t.dp - (t.delta + t.row_sum)[..., None]))
+        slope = t.slope if how.softcap else 1.0
+        dq = dq - t.row_sum[..., None] * ((slope * t.p_bwd) @ k)
+        t.ds_dk = rnd("ds", slope * (p * (t.dp - (t.delta + t.row_sum)[..., None])))
     t.dq = how.scale * dq
 
 
