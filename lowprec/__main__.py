@@ -191,6 +191,7 @@ def probe(argv: list[str]) -> None:
         length: int = 512,
         figure: Path | None = None,
         table: Path | None = None,
+        device: str = "auto",
     ):
         """Say whether a model, a checkpoint or a capture is about to fail.
 
@@ -203,10 +204,13 @@ def probe(argv: list[str]) -> None:
             length: tokens of a sequence.
             figure: where to draw what the alarm reads, .png, .svg or .pdf.
             table: where to write a row for each layer and head, .csv.
+            device: cuda or cpu; by default a GPU if there is one. Captures are read on the CPU.
         """
         output(table, ".csv")
         output(figure, ".png", ".svg", ".pdf")
-        result = affected.probe(model, text, policy, sequences, length)
+        result = affected.probe(
+            model, text, policy, sequences, length, device=device, progress=True
+        )
         shown = result.nlargest(10, "share").to_string(index=False, float_format="{:.3g}".format)
         print(shown, affected.verdict(result), sep="\n\n")
         if table:

@@ -7,12 +7,15 @@ import html
 import json
 import re
 import shutil
+import subprocess
 import threading
 from functools import cache, partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
+from xml.etree import ElementTree
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -24,6 +27,8 @@ from lowprec.evidence import claims, heads, survival
 from lowprec.evidence.registry import pages
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish.figure import MIN_SCALE, luminance
+from lowprec.publish.pages import offered
+from lowprec.publish.printed import document
 
 pytestmark = pytest.mark.book
 
@@ -34,6 +39,7 @@ OLD = yaml.safe_load((ROOT / "book" / "redirects.yml").read_text()) or {}
 STUBS = [p.as_posix() for p in FILES if p.parts[0] == "claim"] + [f"{page}.html" for page in OLD]
 PAGES = sorted(p for p in map(Path.as_posix, FILES) if p not in STUBS and "_static/" not in p)
 CONTENT = [p for p in PAGES if p not in ("index.html", "genindex.html", "search.html")]
+PDF, EPUB = SITE / "downloads" / "lowprec.pdf", SITE / "downloads" / "lowprec.epub"
 NOTEBOOKS = pages(ROOT / "book" / "executed")
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -252,7 +258,7 @@ def test_a_notebook_page_offers_its_sources_and_the_data_of_its_figures(tab):
     source = ROOT / "notebooks" / f"{name}.ipynb"
     assert download(tab, "the notebook") == (source.name, source.read_bytes())
     executed = ROOT / "book" / "executed" / f"{name}.ipynb"
-    assert download(tab, "this page, executed")[1] == executed.read_bytes()
+    assert download(tab, "this page, executed")[1].decode() == offered(executed.read_text())
     outputs = [o for c in json.loads(executed.read_text())["cells"] for o in c.get("outputs", [])]
     names = [o["data"][FIGURE_MIME]["name"] for o in outputs if FIGURE_MIME in o.get("data", {})]
     for i, figure in enumerate(names):
@@ -476,8 +482,8 @@ def test_each_claim_has_an_address_that_leads_to_its_box(parsed):
 
 
 def test_the_book_and_its_pages_are_small():
-    files = [path for path in SITE.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 55e6
+    files = [path for path in SITE.rglob("*") if path.is_file() and path not in (PDF, EPUB)]
+    assert sum(path.stat().st_size for path in files) < 25e6
     assert max(path.stat().st_size for path in files if path.suffix == ".html") < 1e6
 
 
@@ -489,3 +495,85 @@ def test_styles_load_nothing_from_elsewhere():
 def test_no_page_names_a_path_of_the_machine_that_built_it():
     for path in SITE.rglob("*.html"):
         assert str(ROOT) not in path.read_text(), path.name
+
+
+@look_at(["rerun.html", "notation.html", HOME])
+def test_a_page_prints_without_buttons_and_within_its_margins(tab):
+    tab.emulate_media(media="print")
+    tab.set_viewport_size({"width": 680, "height": 900})  # 180 mm
+    try:
+        shown = tab.locator(".bd-article :is(details:not([open]), .copybtn, .lowprec-cite)")
+        assert not any(element.is_visible() for element in shown.all())
+        beyond = tab.locator(".bd-article :is(pre, table, svg, p)").evaluate_all(
+            "all => all.filter(e => e.checkVisibility() && (e.scrollWidth > e.clientWidth + 1 "
+            "&& e.matches('pre') || e.getBoundingClientRect().right > innerWidth))"
+            ".map(e => e.textContent.slice(0, 60))"
+        )
+        assert not beyond
+    finally:
+        tab.emulate_media(media="screen")
+        tab.set_viewport_size(DESK)
+
+
+# The printed book, where `make print` has written it
+
+printed = pytest.mark.skipif(not PDF.is_file(), reason="there is no PDF: run `make print`")
+
+
+@pytest.fixture(scope="module")
+def listed():
+    return document(ROOT, SITE)[0]
+
+
+@printed
+def test_the_pdf_has_every_main_page_in_the_order_of_the_contents(listed):
+    toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text())
+    main = [part for part in toc["parts"] if part["caption"].startswith(("Start", "Part "))]
+    files = [toc["root"], *(each["file"] for part in main for each in part["chapters"])]
+    assert [page for _, page, _ in listed][: len(files)] == files
+    assert {page for _, page, _ in listed[len(files) :]} == {"notation", "glossary"}
+    said = subprocess.run(["pdftotext", "-layout", PDF, "-"], capture_output=True, text=True)
+    sheets = said.stdout.split("\f")
+    contents = sheets[1]
+    for part, page, title in listed:
+        [number] = re.findall(rf"^\s*{re.escape(title)}\s+(\d+)$", contents, re.MULTILINE)
+        head = [line.strip() for line in sheets[int(number) - 1].splitlines() if line.strip()]
+        assert " ".join(head[:4]).removeprefix(part).strip().startswith(title), page
+    numbers = [int(n) for n in re.findall(r"\s(\d+)$", contents.rstrip(), re.MULTILINE)]
+    assert numbers[:-1] == sorted(numbers[:-1]), "the last is that of the contents"
+    assert len(numbers) == len(listed) + 1
+    assert "\\(" not in said.stdout and "Show code" not in said.stdout
+
+
+@printed
+def test_no_line_of_the_pdf_is_cut():
+    bounds = subprocess.run(["pdftotext", "-bbox", PDF, "-"], capture_output=True, text=True).stdout
+    width = float(re.search(r'<page width="([\d.]+)"', bounds)[1])
+    assert width == pytest.approx(595, abs=1), "A4"
+    words = re.findall(r'<word xMin="([\d.-]+)" .*xMax="([\d.-]+)" .*>.*\w.*</word>', bounds)
+    left, right = zip(*[map(float, word) for word in words], strict=True)
+    margin = 24 / 25.4 * 72
+    assert len(right) > 20_000 and min(left) > margin - 3 and max(right) < width - margin + 3
+
+
+@printed
+def test_the_epub_is_whole(listed):
+    with ZipFile(EPUB) as book:
+        assert book.infolist()[0].filename == "mimetype"
+        assert book.read("mimetype") == b"application/epub+zip" and book.testzip() is None
+        names = [name for name in book.namelist() if name.endswith((".xhtml", ".svg", ".opf"))]
+        trees = {name: ElementTree.fromstring(book.read(name)) for name in names}
+    [nav] = [tree for name, tree in trees.items() if name.endswith("nav.xhtml")]
+    heads = [" ".join("".join(a.itertext()).split()) for a in nav.iter() if a.tag.endswith("}a")]
+    assert [head for head in heads if head in {t for _, _, t in listed}] == [t for *_, t in listed]
+    ids = {name: {e.get("id") for e in tree.iter()} for name, tree in trees.items()}
+    for name, tree in trees.items():
+        for link in (e.get("href") for e in tree.iter() if e.tag.endswith("}a")):
+            where, anchor = urldefrag(urljoin(name, link or ""))
+            if not urlparse(where).scheme and anchor:
+                assert anchor in ids[where], f"{name} links to {link}"
+
+
+@printed
+def test_the_introduction_offers_the_printed_book(parsed):
+    assert {"downloads/lowprec.pdf", "downloads/lowprec.epub"} <= set(parsed["intro.html"].links)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 import jinja2
 import nbformat
 import pytest
+import yaml
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from sphinx.cmd.build import main as sphinx
 
@@ -273,3 +276,53 @@ def test_a_page_of_the_laboratory_is_linked_from_a_main_page():
     for name in registry.pages(ROOT / "notebooks"):
         if "/" in name:
             assert " of <a href" in form.position(name, ROOT), f"no main page links to {name}"
+
+
+def test_icons_that_no_page_shows_are_left_out(tmp_path):
+    script = tmp_path / "fontawesome.js"
+    search = 'search:[3,4,[8,"glass"],"f1",["M1","M2"]],'
+    script.write_text(f'a={{"up":[1,2,[9],"f0","M1 2"],{search}x:[5,6,[],"f2","M"]}};b')
+    (tmp_path / "page.html").write_text('<i class="fa-solid fa-glass fa-lg"></i>')
+    book._leave_out_icons(script, book._icons(tmp_path))
+    assert script.read_text() == f"a={{{search}}};b"
+
+
+KERNEL = {"name": "python3", "display_name": "Python 3"}
+
+
+@pytest.mark.parametrize("address", ["", "https://github.com/someone/lowprec"])
+def test_a_page_opens_its_notebook_where_the_repository_is_public(tmp_path, address):
+    """A book of the real settings, whose pages have a title each."""
+    book_folder, names = tmp_path / "book", sorted(registry.pages(ROOT / "notebooks"))
+    config = yaml.safe_load((ROOT / "book" / "_config.yml").read_text())
+    config["sphinx"]["config"]["html_theme_options"]["repository_url"] = address
+    config["sphinx"]["config"].update(html_extra_path=[], templates_path=[])
+    config["html"].pop("favicon")
+    for name in names:
+        cell = new_markdown_cell(f"# {name}")
+        nb = new_notebook(cells=[cell], metadata={"kernelspec": KERNEL})
+        path = book_folder / "executed" / f"{name}.ipynb"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(nb, path)
+    files = [f"executed/{name}" for name in names]
+    toc = {"format": "jb-book", "root": files[0], "chapters": [{"file": f} for f in files[1:]]}
+    for file, text in {"_config.yml": config, "_toc.yml": toc}.items():
+        (book_folder / file).write_text(yaml.safe_dump(text))
+    (book_folder / "references.bib").touch()
+    builder = [Path(sys.executable).with_name("jupyter-book"), "build", book_folder, "-q"]
+    done = subprocess.run(builder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        text = (book_folder / "_build" / "html" / "executed" / f"{name}.html").read_text()
+        links = re.findall(r'href="(https://(?:mybinder|colab)[^"]+)"', text)
+        if not address:
+            assert not links
+            continue
+        binder, colab = links
+        assert binder.startswith(
+            "https://mybinder.org/v2/gh/someone/lowprec/main?urlpath=lab/tree/"
+        )
+        start = "https://colab.research.google.com/github/someone/lowprec/blob/main/"
+        assert colab.startswith(start)
+        for file in (binder.partition("lab/tree/")[2], colab.removeprefix(start)):
+            assert file == f"notebooks/{name}.ipynb" and (ROOT / file).is_file()

@@ -273,13 +273,15 @@ def test_padding(model):
     assert torch.equal(model(tokens, attention_mask=mask).logits, model(tokens).logits)
 
 
-def test_the_page_runs():
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     pytest.importorskip("transformers")
     page = (ROOT / "book" / "take_it_home.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names = {}
     for block in blocks:
         exec(block, names)
     assert names["q"].grad.isfinite().all() and names["loss"].isfinite()
     assert names["exact"].dtype == torch.float32 and names["capped"].shape == names["q"].shape
+    assert (tmp_path / "run" / "monitor.jsonl").read_text().count("\n") == 8

@@ -15,15 +15,17 @@ matplotlib.use("agg")
 
 import matplotlib.colors as mcolors
 import matplotlib.pyplot as plt
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from lowprec import UserError, plots
 from lowprec.evidence import survival
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.numerics.policy import FA2, LOW
-from lowprec.publish import figure
+from lowprec.publish import figure, pages
 from lowprec.records.runs import Run
 
 LONG = pd.DataFrame({"step": range(60_000), "loss": 0.125})
@@ -128,6 +130,47 @@ def test_the_data_of_a_figure_come_with_it():
 def test_the_fallback_is_a_png_on_white():
     picture = plt.imread(io.BytesIO(base64.b64decode(bundle()[0]["image/png"])))
     assert np.allclose(picture[0, 0], 1)
+
+    picture = Image.open(io.BytesIO(base64.b64decode(bundle()[0]["image/png"])))
+    assert picture.mode == "P" and picture.text["Description"] == 'The loss falls, "fast".'
+
+
+def commands(path):
+    """The commands of a path: (letter, numbers), a line for each that follows another unsaid."""
+    found = []
+    for letter, said in re.findall(r"([MLQCz])([^MLQCz]*)", path):
+        numbers = np.array(said.split(), float)
+        pairs = numbers.reshape(-1, 2) if letter in "ML" else [numbers]
+        found += [(letter if i == 0 else "L", pair) for i, pair in enumerate(pairs)]
+    return found
+
+
+def test_a_path_is_shorter_and_the_same():
+    fig, ax = plots.subplots()
+    ax.plot(np.random.default_rng(0).normal(size=300), label="curved text Q")
+    ax.scatter([1, 2], [3, 4])
+    raw = io.StringIO()
+    fig.savefig(raw, format="svg")
+    paths = re.findall(r'\bd="([^"]+)"', raw.getvalue())
+    assert {letter for path in paths for letter, _ in commands(path)} >= set("MLQCz")
+    for path in paths:
+        short, long = commands(figure._short(path)), commands(path)
+        assert [letter for letter, _ in short] == [letter for letter, _ in long]
+        for (_, a), (_, b) in zip(short, long, strict=True):
+            np.testing.assert_allclose(a, b, atol=0.0051)
+    assert sum(map(len, map(figure._short, paths))) < 0.8 * sum(map(len, paths))
+
+
+def test_the_notebook_that_is_offered_has_each_figure_once_over_its_caption():
+    data, metadata = bundle()
+    other = nbformat.v4.new_output("display_data", {"text/html": "<table></table>"})
+    shown = nbformat.v4.new_output("display_data", data, metadata=metadata)
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[other, shown])])
+    [cell] = nbformat.reads(pages.offered(nbformat.writes(nb)), 4).cells
+    first, picture, caption = cell.outputs
+    assert first == other and "text/html" not in picture.data
+    assert picture.data["image/png"] == data["image/png"] and FIGURE_MIME in picture.data
+    assert caption.data == {"text/html": "<p>Loss &amp; step.</p>"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The alarm of the probe on trial: captures, half of their rows, young models.
 
-What it reads, and its limits, are in `lowprec.diagnose.probe`.
+What it reads, and its limits, are in `lowprec.diagnose.measures`.
 """
 
 from __future__ import annotations
