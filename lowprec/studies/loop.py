@@ -11,6 +11,7 @@ import copy
 import logging
 import statistics
 import time
+import warnings
 
 import pandas as pd
 import torch
@@ -48,7 +49,9 @@ def gpt(policy, seed: int) -> GPT:
 
 def llama(seed: int, layers=2, width=64, length=LENGTH):
     """A small Llama of transformers with its own attention (sdpa), two heads of queries a key."""
-    import transformers
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress")  # tqdm would like widgets
+        import transformers
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(seed)
