@@ -49,6 +49,31 @@ def test_all_fp32_has_fp32_accuracy(inputs, tile, causal):
         assert (a - b).norm() <= bound * size, name
 
 
+def cosine(a, b):
+    return torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
+
+
+def test_eager_mode_under_autocast_has_a_policy(inputs):
+    """As book/notation.md has it: what eager mode errs by in a gradient the policy errs by."""
+    q, k, v, do = inputs
+    own = [t.clone().requires_grad_() for t in (q, k, v)]
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        s = (own[0] @ own[1].mT) * q.shape[3] ** -0.5
+        p = s.masked_fill(~seen, -math.inf).softmax(-1, dtype=torch.float32)
+        o = p @ own[2]
+    eager = (o.detach(), *torch.autograd.grad(o, own, do))
+    exact = oracle(q, k, v, do=do)
+    near, far = {}, {}
+    for found, policy in ((near, "FA2+s=bf16+dp=bf16+delta_from=dp"), (far, "FA2")):
+        t = emulate(q, k, v, policy, do=do)
+        for name, other in zip(("o", "dq", "dk", "dv"), eager, strict=True):
+            right = getattr(exact, name)
+            found[name] = cosine(other - right, getattr(t, name).double() - right)
+    assert min(near[name] for name in ("dq", "dk", "dv")) > 0.99, near
+    assert max(far[name] for name in ("dq", "dk")) < 0.9, far
+
+
 @pytest.mark.parametrize("tile", [None, 32])
 @pytest.mark.parametrize("preset", ["PAPER", "FA2", "LOW", "RELEASED"])
 def test_stored_values_are_in_their_format(inputs, preset, tile):
