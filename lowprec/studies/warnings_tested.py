@@ -6,6 +6,9 @@ without an explosion and judged on others.
 
 Read of a run are the steps before its onset. A run without a rise is healthy as far as it was
 watched, so its last `PATIENCE` steps are left out: a rise after them would not have been seen.
+Reading all runs takes over a minute, so the page reads tables:
+
+    python -m lowprec.studies.warnings_tested data/studies/warnings_tested
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from lowprec import UserError
+from lowprec import UserError, entry
 from lowprec.evidence.heads import HEAD, end_of
 from lowprec.records.explosion import PATIENCE, WINDOW, excess
 from lowprec.records.files import data_root
 from lowprec.records.runs import load_runs, run_paths
+from lowprec.studies import dated
 
 SIGNALS = {
     "loss": "loss above its minimum",
@@ -32,16 +36,29 @@ SIGNALS = {
 SETTLED, REST, LAG, AHEAD = 600, 1000, 200, 100
 """First step that is read; quiet steps before another alarm; steps in which σ(W_Q) grows; least
 notice of a warning."""
+FINE = 50
+"""Steps between the probes of some campaigns; the others have 200."""
 OUTCOMES = ("healthy", "explodes", "not finite", "open")
 """open: it ended with a rise that nothing confirms."""
 
 
+def measure() -> dict[str, pd.DataFrame]:
+    """runs, as `load` without its runs; readings of all of them; fine, every FINE steps, of those
+    that have such probes."""
+    runs = load()
+    tables = dict(readings=read(runs), fine=read(runs[runs.apart == FINE], FINE))
+    small = dict.fromkeys(SIGNALS, "float32") | dict.fromkeys(("of", "step", "left"), "int32")
+    tables = {name: table.astype(small) for name, table in tables.items()}
+    return dict(runs=runs.drop(columns="run"), **tables)
+
+
 def load(campaigns: Iterable[str] = ()) -> pd.DataFrame:
-    """A row a recorded run: campaign, arm, seed, positions, outcome, end, run.
+    """A row a recorded run: campaign, arm, name, seed, policy, positions, outcome, end, apart,
+    hardware, run.
 
     campaigns: all that have runs, by default. outcome: of OUTCOMES; "not finite" if the loss does
-    not rise before that. end: step of the onset, or number of steps. A run that repeats another,
-    or its first steps, loss by loss counts once, as the longest.
+    not rise before that. end: step of the onset, or number of steps. apart: steps between probes.
+    A run that repeats another, or its first steps, loss by loss counts once, as the longest.
     """
     root = data_root() / "runs"
     names = list(campaigns) or sorted(path.name for path in root.iterdir() if run_paths(path))
@@ -49,9 +66,12 @@ def load(campaigns: Iterable[str] = ()) -> pd.DataFrame:
     for name in names:
         for run in load_runs(name).run:
             config = run.info["config"]
-            about = dict(positions=config.get("positions", "learned"), outcome=_outcome(run))
-            rows.append(dict(campaign=name, arm=run.info["arm"], seed=run.seed, **about,
-                             end=end_of(run), run=run))  # fmt: skip
+            rows.append(dict(
+                campaign=name, arm=run.info["arm"], name=run.name, seed=run.seed,
+                policy=str(run.policy), positions=config.get("positions", "learned"),
+                outcome=_outcome(run), end=end_of(run), apart=config["probe_every"],
+                hardware=run.hardware, run=run,
+            ))  # fmt: skip
     table = pd.DataFrame(rows)
     return table[~_repeats(table.run)].reset_index(drop=True)
 
@@ -183,3 +203,12 @@ def area(failing, calm) -> float:
     """
     a, b = np.asarray(failing)[:, None], np.asarray(calm)[None]
     return float(((a > b) + 0.5 * (a == b)).mean())
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read six signals of every recorded run, for the page on what warns first."""
+    dated.command("warnings_tested", main.__doc__, measure, argv)
+
+
+if __name__ == "__main__":
+    entry(main)
