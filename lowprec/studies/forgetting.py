@@ -4,6 +4,9 @@ An average v <- beta v + (1 - beta) g^2 that is stored with p significand bits a
 nearest falls only from codes that it would leave by more than half their distance to the next one
 below. With a significand s, 1 <= s < 2, that is s > s* = 2^-(p + 1) / (1 - beta). Where s* >= 2 no
 code is left, however small the gradients are. Large ones still lift it.
+
+Rates are taken as FP32 holds them: their products with a format's numbers are then exact in FP64,
+and so are ties.
 """
 
 from __future__ import annotations
@@ -51,14 +54,18 @@ def leaves(fmt, beta: float) -> torch.Tensor:
     normal = x >= fmt.min_normal
     units = torch.where(normal, part * 2.0 ** (p + 1), x / fmt.min_subnormal)
     first = (units == 2.0**p) & (x > fmt.min_normal)
-    drop = (1 - beta) * units * torch.where(first, 2.0, 1.0)
+    drop = (1 - _held(beta)) * units * torch.where(first, 2.0, 1.0)
     return (drop > 0.5) | ((drop == 0.5) & (units % 2 == 1))
 
 
 def left(fmt, beta: float) -> torch.Tensor:
     """The same by enumeration: the step is taken and rounded."""
     x = codes(fmt)
-    return round_to(x - (1 - beta) * x, fmt) < x
+    return round_to(_held(beta) * x, fmt) < x
+
+
+def _held(beta: float) -> float:
+    return torch.tensor(beta, dtype=torch.float32).item()
 
 
 def dynamic_map() -> torch.Tensor:
@@ -79,7 +86,7 @@ def left_in_map(levels, beta: float) -> torch.Tensor:
     return beta * levels[1:] < middle
 
 
-def followed(fmt, rounding: str, rates=SHOWN[1], width=1024, steps=4000, seed=0):
+def followed(fmt, rounding: str, rates=SHOWN[1], width=512, steps=3000, seed=0):
     """Root of the stored average over the true one by rate, with g from N(0, s^2) at each step.
 
     s^2 goes over one octave, so that no place between two powers of two is preferred. Both start
