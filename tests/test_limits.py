@@ -42,6 +42,7 @@ CONVERTED = [
     "is_flash_attention_stable",
     "do_weights_drift_apart",
     "sixteen_bits_outside_attention",
+    "moments_that_cannot_forget",
     "laboratory/what_ran",
     "laboratory/which_heads",
     "laboratory/rivals",
