@@ -45,6 +45,13 @@ def test_the_threshold_by_hand():
     assert forgetting.word("e5m2", 0.95) == forgetting.word("bf16", 0.999) == "never"
 
 
+def test_an_average_comes_to_rest_by_its_significand():
+    assert forgetting.rest(1.875, "e4m3", 0.95) == 1.125
+    assert forgetting.rest(1.0, "e4m3", 0.95) == 0.5625
+    assert forgetting.rest(1.75, "e5m2", 0.95) == 1.75
+    assert forgetting.rest(448.0, "e4m3", 0.9) == 4 * Format.parse("e4m3").min_subnormal
+
+
 def test_the_map_is_coarse_at_its_top_and_a_slow_average_leaves_no_level():
     levels = forgetting.dynamic_map()
     assert len(levels) == 256 and levels[0] == 0 and levels[-1] == 1

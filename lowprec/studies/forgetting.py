@@ -64,6 +64,14 @@ def left(fmt, beta: float) -> torch.Tensor:
     return round_to(_held(beta) * x, fmt) < x
 
 
+def rest(start: float, fmt, beta: float) -> float:
+    """Where an average that starts at a number of `fmt` ends when all gradients are zero."""
+    x = torch.tensor(start, dtype=torch.float64)
+    while (lower := round_to(_held(beta) * x, fmt)) < x:
+        x = lower
+    return x.item()
+
+
 def _held(beta: float) -> float:
     return torch.tensor(beta, dtype=torch.float32).item()
 
