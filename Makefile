@@ -1,6 +1,7 @@
 # Two commands: `make book` and `make test`. Each sets itself up; Python 3.11 to 3.14 and make
 # are all they need. A third, `make gpu-check`, needs an NVIDIA GPU: it tests the kernels, times them
-# and writes a dated record into data/benchmarks/.
+# and writes a dated record into data/benchmarks/. A fourth, `make print`, writes the main line of the
+# book as PDF and EPUB, and needs Debian's chromium, pandoc and poppler-utils, or the like.
 #
 # On Linux the default torch wheel brings several GB of CUDA libraries. On a machine without a GPU
 # point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels (its install page says
@@ -25,9 +26,9 @@ NAMES   := $(SOURCES:notebooks/%.ipynb=%)
 
 DATA  := $(shell find data -type f -not -path '*/.*')
 # What the generated pages and the looks of all others depend on.
-BUILDER := $(wildcard book/*.yml book/*.bib book/_static/*) \
+BUILDER := $(wildcard book/*.yml book/*.bib book/_static/* book/_templates/*) \
            $(addprefix lowprec/,publish/addresses.py publish/book.py publish/facts.py publish/form.py \
-             publish/pages.py publish/statements.py evidence/claims.py evidence/verdicts.py)
+             publish/pages.py publish/statements.py publish/terms.py evidence/claims.py evidence/verdicts.py)
 # What else the book is written from. _generated and status.md are made from it.
 PAGES := $(filter-out book/status.md,$(wildcard book/*.md)) README.md data/README.md \
          $(wildcard $(SOURCES:.ipynb=.claims.yml) $(SOURCES:.ipynb=.lock.json))
@@ -42,7 +43,7 @@ ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS))$(filter clean,$(MAKECMDGOALS)),)
 MAKEFLAGS += -j$(JOBS)
 endif
 
-.PHONY: venv book test gpu-check notebooks serve check-book check-links strip clean FORCE
+.PHONY: venv book print test gpu-check notebooks serve check-book check-links strip clean FORCE
 .DELETE_ON_ERROR:
 
 book: book/_build/.stamp
@@ -96,6 +97,9 @@ book/_build/.stamp: $(RECORDED) $(PAGES) $(BUILDER) $(VENV)
 	  { rm -rf book/_build; exit 1; }  # a page that was read would not warn a second time
 	@touch $@
 	@echo "The book: $(BOOK)/index.html (make serve shows it)"
+
+print: book
+	$(PY) -m lowprec.publish.printed
 
 serve: book
 	$(PY) -m http.server $(PORT) --bind 127.0.0.1 --directory $(BOOK)

@@ -46,7 +46,8 @@ PUBLIC = {
     "round_to": "numerics.formats", "ulp": "numerics.formats",
     "train": "training.loop", "TrainConfig": "training.config", "Capture": "training.capture",
     "load_run": "records.runs", "load_runs": "records.runs", "load_arms": "evidence.survival",
-    "probe": "diagnose.probe", "claims": "evidence", "plots": "publish",
+    "probe": "diagnose.probe", "Monitor": "diagnose.monitor",
+    "claims": "evidence", "plots": "publish",
 }  # fmt: skip
 """The names to rely on, and where they live; each loads when it is first asked for."""
 

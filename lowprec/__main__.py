@@ -3,13 +3,16 @@
 import difflib
 import os
 import sys
+import time
 from pathlib import Path
 
 from lowprec import UserError
 
 
 def data(argv: list[str]) -> None:
-    """Build a corpus's token shards: data prepare pysource|fineweb|openwebtext|PATH."""
+    """Build a corpus's token shards (data prepare CORPUS), or write a capture's q, k, v and dO."""
+    from typing import Literal
+
     import tyro
 
     from lowprec.training.data.shards import build
@@ -20,6 +23,7 @@ def data(argv: list[str]) -> None:
         vocab_dir: Path | None = None,
         processes: int | None = None,
         tokens: int | None = None,
+        vocabulary: Literal["gpt2", "bytes"] = "gpt2",
     ):
         """Build the token shards of a corpus; they do not depend on the number of processes.
 
@@ -29,11 +33,26 @@ def data(argv: list[str]) -> None:
             vocab_dir: a folder with GPT-2's encoder.json and vocab.bpe, else they are downloaded.
             processes: how many tokenise side by side, by default one a core.
             tokens: where to stop, by default 200 million of fineweb and openwebtext, all of a path.
+            vocabulary: of text other than pysource; bytes needs no files and no network.
         """
-        build(corpus, out, vocab_dir, processes, tokens)
+        build(corpus, out, vocab_dir, processes, tokens, vocabulary)
+
+    def capture(name: tyro.conf.Positional[str], file: tyro.conf.Positional[Path]):
+        """Write q, k, v and dO of a capture into a safetensors file, with causal and scale.
+
+        Args:
+            name: of a capture in data/captures, such as fa2-a-seed1-1680, or a path.
+            file: to write, .safetensors.
+        """
+        from lowprec.diagnose import contenders
+
+        output(file, ".safetensors")
+        inputs = contenders.named(name)
+        contenders.write(inputs, file)
+        print(f"{file}: q, k, v, do {tuple(inputs.q.shape)} {inputs.q.dtype}, causal, MIT licence")
 
     tyro.extras.subcommand_cli_from_dict(
-        {"prepare": prepare}, prog="python -m lowprec data", args=argv
+        {"prepare": prepare, "capture": capture}, prog="python -m lowprec data", args=argv
     )
 
 
@@ -166,7 +185,7 @@ def probe(argv: list[str]) -> None:
     import tyro
 
     from lowprec.diagnose import probe as affected
-    from lowprec.records import files, runs
+    from lowprec.records import files
 
     def command(
         model: tyro.conf.Positional[Path],
@@ -176,6 +195,7 @@ def probe(argv: list[str]) -> None:
         length: int = 512,
         figure: Path | None = None,
         table: Path | None = None,
+        device: str = "auto",
     ):
         """Say whether a model, a checkpoint or a capture is about to fail.
 
@@ -188,28 +208,177 @@ def probe(argv: list[str]) -> None:
             length: tokens of a sequence.
             figure: where to draw what the alarm reads, .png, .svg or .pdf.
             table: where to write a row for each layer and head, .csv.
+            device: cuda or cpu; by default a GPU if there is one. Captures are read on the CPU.
         """
-        for path, kinds in ((figure, (".png", ".svg", ".pdf")), (table, (".csv",))):
-            if path and path.suffix not in kinds:
-                raise UserError(f"{path} must end in {' or '.join(kinds)}")
-            if path and not path.parent.is_dir():
-                raise UserError(f"there is no folder {path.parent} for {path.name}")
-            if path:
-                runs.require_writable(path)
-        result = affected.probe(model, text, policy, sequences, length)
+        output(table, ".csv")
+        output(figure, ".png", ".svg", ".pdf")
+        result = affected.probe(
+            model, text, policy, sequences, length, device=device, progress=True
+        )
         shown = result.nlargest(10, "share").to_string(index=False, float_format="{:.3g}".format)
         print(shown, affected.verdict(result), sep="\n\n")
         if table:
             content = result.to_csv(index=False).encode()
             files.write_atomic(table, lambda file: file.write(content))
         if figure:
-            draw, how = affected.figure(result).savefig, dict(facecolor="white")
-            kind = figure.suffix[1:]
-            files.write_atomic(figure, lambda file: draw(file, format=kind, **how))
+            save(affected.figure(result), figure)
 
     columns = "\n".join(f"- {name}: {words}" for name, words in affected.COLUMNS.items())
     about = f"{probe.__doc__}\n\nColumns; it prints the ten heads of largest share:\n{columns}"
     tyro.cli(command, prog="python -m lowprec probe", description=about, args=argv)
+
+
+def bisect(argv: list[str]) -> int:
+    """Find which roundings are guilty of the error of a captured head, or of an explosion."""
+    from typing import Literal
+
+    import tyro
+
+    from lowprec.diagnose import bisect as search
+    from lowprec.training.capture import Capture
+
+    if argv[:1] == ["--train"]:
+        return _bisect_runs(argv[1:])
+
+    def command(
+        capture: tyro.conf.Positional[Path],
+        policy: str | None = None,
+        of: Literal["dq", "wq", "row_sum"] = "dq",
+        within: float = search.WITHIN,
+        size: int | None = None,
+        modes: bool = False,
+    ):
+        """Find the smallest sets of fields that must be in FP32 for an error to go.
+
+        The capture is replayed on the CPU. Exit status 0: sets were found; 1: nothing helps.
+        Whole trainings instead: bisect --train PRESET --out FOLDER ...
+
+        Args:
+            capture: a file that a run's --capture-at wrote, or one of data/captures.
+            policy: whose error it is, by default the captured one; a healthy twin wants FA2 or LOW.
+            of: the error of dQ, of W_Q's gradient, or the sum of dS, against float64.
+            within: the share of the error that a set may leave.
+            size: try all sets of up to so many fields, by default as many as 300 replays allow.
+            modes: let sets have other changes as well, such as delta_from=o_fp32.
+        """
+        replays = search.Replays(captured := Capture.load(capture))
+        given = search.PrecisionPolicy.parse(policy or captured.policy)
+        began = time.perf_counter()
+        found = search.guilty(replays, given, of, within, size, modes)
+        where = f"layer {captured.layer} at step {captured.step:,}"
+        print(f"{captured.path.stem}, {where}, under {given}: {search.ERRORS[of]}\n", flush=True)
+        print("\n\n".join(map(search.report, found)))
+        seconds = time.perf_counter() - began
+        print(f"\n{search.reach(found[0])} {len(replays.done)} replays in {seconds:.1f} seconds.")
+        return int(not any(head.sets for head in found))
+
+    return tyro.cli(command, prog="python -m lowprec bisect", args=argv)
+
+
+def _bisect_runs(argv: list[str]) -> int:
+    import tyro
+
+    from lowprec.diagnose.bisect import shown
+    from lowprec.diagnose.bisect_runs import Trainings
+    from lowprec.training.config import PRESETS, TrainConfig
+
+    name = known("preset", argv[0] if argv else "", PRESETS)
+
+    def command(
+        *, config: TrainConfig = PRESETS[name], out: Path, size: int | None = None,
+        modes: bool = False,
+    ):  # fmt: skip
+        """Find the smallest sets of fields that must be in FP32 for a training not to explode.
+
+        Each set is a training of `steps`. Exit status 0: sets were found; 1: nothing helps.
+
+        Args:
+            config: those of the preset unless given; policy is the one that explodes.
+            out: the folder for the runs; those that are there are not trained again.
+            size: try all sets of up to so many fields.
+            modes: let sets have other changes as well, such as delta_from=o_fp32.
+        """
+        trainings = Trainings(config, out)
+        sets = trainings.search(size, modes)
+        for policy, onset in trainings.onsets.items():
+            print(f"{policy}: {'no explosion' if onset is None else f'explodes at step {onset:,}'}")
+        told = f"No explosion with {' or '.join(map(shown, sets))}; a bare name is a field in FP32."
+        print(f"\n{told if sets else 'Nothing helps.'}", end=" ")
+        print(f"{len(trainings.onsets)} trainings of {config.steps:,} steps.")
+        return int(not sets)
+
+    return tyro.cli(
+        command, prog=f"python -m lowprec bisect --train {name}", args=argv[1:],
+        config=(tyro.conf.OmitArgPrefixes,),
+    )  # fmt: skip
+
+
+def compare(argv: list[str]) -> int:
+    """Say of two attention functions whether they differ by a bug or by rounding."""
+    import inspect
+    from typing import Annotated
+
+    import tyro
+
+    from lowprec.diagnose import compare as two
+    from lowprec.diagnose import contenders
+    from lowprec.records import files
+
+    def command(
+        a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
+        b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
+        on: Annotated[str, tyro.conf.arg(metavar="random|captures|FILE")] = "random",
+        causal: bool = False,
+        shape: tuple[int, int, int, int] = (1, 4, 256, 64),
+        kv_heads: int | None = None,
+        seed: int = 0,
+        table: Path | None = None,
+        figure: Path | None = None,
+    ):
+        """Say of two attention functions whether they differ by a bug or by rounding.
+
+        Both are compared with float64 attention. Exit status 0: both err at most twice as much as
+        a plain attention in the dtype of the inputs, and with no sign; 1: one does not; 2: a
+        mistake in the arguments.
+
+        Args:
+            a: a policy such as FA2 or SAFE+row_sum=removed, emulated; sdpa, flash, cudnn, efficient
+                or math, of PyTorch; eager, a plain attention; or module:function from the working
+                directory, called as PyTorch's scaled_dot_product_attention.
+            b: the other one.
+            on: random; captures, the committed q, k, v and dO of real models; or a safetensors file
+                with q, k, v, do (batch, heads, tokens, head_dim), its metadata causal and scale.
+            causal: of random inputs, and of a file that does not say.
+            shape: of random inputs, batch, heads, tokens, head_dim.
+            kv_heads: of random inputs, heads of keys and values if fewer.
+            seed: of random inputs.
+            table: where to write a row for each input, function and quantity, .csv.
+            figure: where to draw the errors, .png, .svg or .pdf.
+        """
+        output(table, ".csv")
+        output(figure, ".png", ".svg", ".pdf")
+        calls = {"A": contenders.function(a, "A"), "B": contenders.function(b, "B")}
+        if on == "captures":
+            inputs = contenders.captures()
+        elif on == "random":
+            inputs = [contenders.drawn(shape, kv_heads, causal, seed)]
+        else:
+            inputs = [contenders.read(on, causal)]
+        found = two.measure(calls, inputs)
+        names = {"A": f"A ({a})", "B": f"B ({b})"}
+        print(*(f"{who}: {text}" for who, text in (("A", a), ("B", b))), sep="\n")
+        print("", two.shown(found), "", two.verdict(found, names), sep="\n")
+        if table:
+            content = found.to_csv(index=False).encode()
+            files.write_atomic(table, lambda file: file.write(content))
+        if figure:
+            save(two.figure(found, {"A": "A", "B": "B"}), figure)
+        return int(len(two.outside(found)) > 0)
+
+    columns = "\n".join(f"- {name}: {words}" for name, words in two.COLUMNS.items())
+    what = inspect.cleandoc(command.__doc__).partition("Args:")[0]
+    about = f"{what}Columns of the table; it prints the input nearest to a limit:\n{columns}"
+    return tyro.cli(command, prog="python -m lowprec compare", description=about, args=argv)
 
 
 def notebook(argv: list[str]) -> None:
@@ -253,8 +422,29 @@ def pages(argv: list[str]) -> None:
 
 
 COMMANDS = {
-    f.__name__: f for f in (data, train, campaign, pack, verify, probe, notebook, claims, pages)
+    f.__name__: f
+    for f in (data, train, campaign, pack, verify, probe, bisect, compare, notebook, claims, pages)
 }
+
+
+def output(path: Path | None, *kinds: str) -> None:
+    """Raise `UserError` for a file that cannot be written or has another ending."""
+    from lowprec.records import runs
+
+    if path and path.suffix not in kinds:
+        raise UserError(f"{path} must end in {' or '.join(kinds)}")
+    if path and not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} for {path.name}")
+    if path:
+        runs.require_writable(path)
+
+
+def save(fig, path: Path) -> None:
+    """Write a matplotlib figure, whole or not at all, in the format of the file's ending."""
+    from lowprec.records import files
+
+    how = dict(format=path.suffix[1:], facecolor="white")
+    files.write_atomic(path, lambda file: fig.savefig(file, **how))
 
 
 def known(kind: str, name: str, names) -> str:
@@ -267,14 +457,15 @@ def known(kind: str, name: str, names) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run one command; 0, or 2 with one sentence on stderr for a user's mistake."""
+    """Run one command; its status, 0 if it has none, or 2 with one sentence on stderr for a user's
+    mistake."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m lowprec COMMAND ...\n")
         for name, command in COMMANDS.items():
             print(f"  {name:9} {command.__doc__}")
         return 0
     try:
-        COMMANDS[known("command", argv[0], COMMANDS)](argv[1:])
+        status = COMMANDS[known("command", argv[0], COMMANDS)](argv[1:])
         sys.stdout.flush()
     except UserError as error:
         print(f"lowprec: {error}", file=sys.stderr)
@@ -282,7 +473,7 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":

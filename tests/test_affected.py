@@ -10,8 +10,9 @@ import torch
 
 from lowprec import UserError, __main__
 from lowprec.attention.reference import oracle
+from lowprec.diagnose import loading, measures, scores
 from lowprec.diagnose import probe as affected
-from lowprec.diagnose import scores
+from lowprec.diagnose.calls import emulated
 from lowprec.numerics.formats import BF16, ulp
 from lowprec.numerics.policy import FA2
 from lowprec.records import files
@@ -56,17 +57,16 @@ def weight_gradients(model, kind, tokens):
 def test_the_exact_gradient_is_that_of_the_weights(hub, kind):
     """Through rotary positions, repeated heads, a fused projection; BF16 inputs move it little."""
     tokens = torch.randint(0, 300, (2, 48), generator=torch.Generator().manual_seed(1))
-    calls = affected._run(small(hub, kind).eval(), tokens, "FA2")
+    calls = emulated(small(hub, kind).eval(), tokens, "FA2")
     wanted = weight_gradients(small(hub, kind), kind, tokens)
     for call, norms in zip(calls, wanted, strict=True):
-        dq = oracle(call.q, call.k, call.v, scale=call.scale, do=call.do).dq
+        dq = call.seen["dq"]
         together, each = call.norms(dq)
         torch.testing.assert_close(together, norms, rtol=0.02, atol=0)
         for b in range(len(dq)):
             alone = torch.zeros_like(dq)
             alone[b] = dq[b]
             torch.testing.assert_close(call.norms(alone)[0], each[b])
-        assert call.full_k.shape == call.k.shape == call.q.shape
 
 
 def test_a_gpt_goes_the_same_way():
@@ -74,8 +74,8 @@ def test_a_gpt_goes_the_same_way():
     model = GPT(dataclasses.replace(PRESETS["tiny"].model(), policy="ALL_FP32"))
     tokens = torch.randint(0, 300, (2, 33))
     model(tokens[:, :-1], tokens[:, 1:]).backward()
-    for call, block in zip(affected._run(model, tokens, None), model.blocks, strict=True):
-        dq = oracle(call.q, call.k, call.v, scale=call.scale, do=call.do).dq
+    for call, block in zip(emulated(model, tokens, None), model.blocks, strict=True):
+        dq = call.seen["dq"]
         norms = block.qkv.weight.grad[:64].reshape(2, -1).double().norm(dim=1)
         torch.testing.assert_close(call.norms(dq)[0], norms, rtol=0.02, atol=0)
         assert str(call.policy) == "ALL_FP32" and "attention" not in vars(block)
@@ -85,15 +85,15 @@ def test_errors_of_equal_sequences_are_coherent_and_cancel_in_no_batch():
     torch.manual_seed(0)
     model = GPT(dataclasses.replace(PRESETS["tiny"].model(), policy="FA2"))
     one = torch.randint(0, 300, (1, 33))
-    alone = affected._table(affected._run(model, one, None), "")
-    same = affected._table(affected._run(model, one.expand(4, -1), None), "")
+    alone = measures.table(emulated(model, one, None), "")
+    same = measures.table(emulated(model, one.expand(4, -1), None), "")
     assert alone.coherence.isna().all() and same.coherence.to_numpy() == pytest.approx(1)
     # the gradient is of the mean loss: an error that does not cancel keeps its length, and a
     # quarter of dO is rounded as dO is
     assert same.error.to_numpy() == pytest.approx(alone.error.to_numpy(), rel=1e-3)
     other = torch.cat([one, torch.randint(0, 300, (3, 33))])
-    table = affected._table(affected._run(model, other, None), "")
-    parts = [affected._table(affected._run(model, b[None], None), "").error for b in other]
+    table = measures.table(emulated(model, other, None), "")
+    parts = [measures.table(emulated(model, b[None], None), "").error for b in other]
     apart = sum((p / len(other)) ** 2 for p in parts)
     expected = (table.error**2 - apart) / (3 * apart)
     assert table.coherence.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-3)
@@ -262,6 +262,15 @@ def test_a_mistake_is_one_sentence(hub, tmp_path, name, words):
         affected.probe(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["nothing", "nothing.json", "nothing.xz"])
+def test_a_missing_path_is_named_as_it_was_typed(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"^there is no (capture )?{name}\b"):
+        affected.probe(name)
+    with pytest.raises(UserError, match="there is no .*/data/captures/fa2.xz; that folder has fa2"):
+        affected.probe("data/captures/fa2.xz")  # a folder of the repository alone
+
+
 def test_a_run_folder_is_told_from_a_model(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(UserError, match="is a run; give its checkpoint.pt"):
@@ -293,17 +302,17 @@ def test_a_folder_of_a_training_by_transformers_names_its_checkpoints(tmp_path):
 
 
 def test_a_long_line_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
-    read, encoded = [], affected._encoded
-    monkeypatch.setattr(affected, "_encoded", lambda t, *how: read.append(t) or encoded(t, *how))
+    read, encoded = [], loading._encoded
+    monkeypatch.setattr(loading, "_encoded", lambda t, *how: read.append(t) or encoded(t, *how))
     path = tmp_path / "a.txt"
     path.write_text("ab" * 1_000_000)
-    tokens, _ = affected._tokens(path, None, 300, 4, 64, 0)
+    tokens, _ = loading.tokens(path, None, 300, 4, 64, 0)
     assert tokens.shape == (4, 64) and len(read[0]) == 8 * 256 and len(read) == 1
     # eight bytes of text a token are not always enough, and a short text is read whole
-    monkeypatch.setattr(affected, "_encoded", lambda t, *_: ([0] * (len(t) // 100), "-"))
-    assert affected._tokens(path, None, 300, 4, 64, 0)[0].shape == (4, 64)
+    monkeypatch.setattr(loading, "_encoded", lambda t, *_: ([0] * (len(t) // 100), "-"))
+    assert loading.tokens(path, None, 300, 4, 64, 0)[0].shape == (4, 64)
     path.write_text("ab" * 15_000)
-    assert affected._tokens(path, None, 300, 6, 1000, 0)[0].shape == (6, 50), "all 300"
+    assert loading.tokens(path, None, 300, 6, 1000, 0)[0].shape == (6, 50), "all 300"
 
 
 @pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer.json", "config.json"])
@@ -498,6 +507,52 @@ def test_a_model_that_reads_images_too_is_probed_by_its_text(hub):
     assert len(affected.probe(model, length=64)) == 2
 
 
+def windowed(hub, kind):
+    """Layers with a window of 32 tokens: all, or five of six."""
+    sizes = dict(
+        num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, hidden_size=32,
+        head_dim=16, intermediate_size=64, vocab_size=300, sliding_window=32,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    if kind == "mistral":
+        return hub.MistralForCausalLM(hub.MistralConfig(**sizes))
+    return hub.Gemma3ForCausalLM(hub.Gemma3TextConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    "kind,where", [("mistral", "the model has"), ("gemma3", "layers 0, 1, 2, 3, 4 have")]
+)
+def test_a_window_shorter_than_the_text_is_named(hub, kind, where):
+    model = windowed(hub, kind)
+    words = f"{where} a sliding window of 32 tokens, and the sequences have 48: .* --length 32"
+    with pytest.raises(UserError, match=words):
+        affected.probe(model, length=48)
+    assert len(affected.probe(model, length=32)) == 12
+    assert model.config._attn_implementation != "lowprec-probe"
+
+
+def test_attention_that_is_not_causal_is_refused(hub):
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    model = hub.BertLMHeadModel(hub.BertConfig(vocab_size=300, **sizes))
+    with pytest.raises(UserError, match="the probe is for causal attention; this model has"):
+        affected.probe(model, length=64)
+
+
+def test_progress_counts_each_call_twice_and_only_where_it_is_asked_for(capsys):
+    model = GPT(PRESETS["tiny"].model())
+    calm = affected.probe(model, length=64)
+    assert capsys.readouterr().err == ""
+    assert affected.probe(model, length=64, progress=True).equals(calm)
+    shown = capsys.readouterr().err
+    assert "probe, on the CPU" in shown and "/4 " in shown
+
+
+def test_a_device_that_is_not_there_is_one_sentence(hub, tmp_path):
+    small(hub, "gpt2").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="there is no device=gpu; take cuda, cpu or auto"):
+        affected.probe(tmp_path, length=64, device="gpu")
+
+
 def test_text_is_not_read_as_bytes_for_want_of_a_vocabulary(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWPREC_GPT2_VOCAB", str(tmp_path))
     (tmp_path / "some.txt").write_text("abc " * 100)
@@ -565,7 +620,7 @@ def test_sizes_too_small(hub, sizes, words):
     ],
 )
 def test_without_a_text_it_says_what_was_read(size, words):
-    tokens, read = affected._tokens(None, None, size, 2, 64, 0)
+    tokens, read = loading.tokens(None, None, size, 2, 64, 0)
     assert read == "the committed text, in GPT-2's vocabulary" + words
     assert tokens.shape == (2, 64) and tokens.max() < size
 

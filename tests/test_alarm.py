@@ -3,7 +3,7 @@
 import pytest
 
 from lowprec.diagnose import probe
-from lowprec.numerics.policy import SAFE
+from lowprec.numerics.policy import CLEAN
 from lowprec.studies import alarm
 
 
@@ -12,8 +12,8 @@ def test_a_twin_is_judged_as_if_it_had_read_the_stored_output(captures):
     found = alarm.read({name: captures[name]})
     assert found.share[name] == probe.probe(captures[name], policy="FA2").share[0]
     assert not found.alarm[name] and found.alarm.dtype == bool
-    safe = alarm.read({name: captures[name]}, SAFE)
-    assert safe.share_all[name] == probe.probe(captures[name], policy=SAFE).share_all[0]
+    safe = alarm.read({name: captures[name]}, CLEAN)
+    assert safe.share_all[name] == probe.probe(captures[name], policy=CLEAN).share_all[0]
     assert safe.share_all[name] < found.share_all[name]
 
 

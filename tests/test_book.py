@@ -7,20 +7,28 @@ import html
 import json
 import re
 import shutil
+import subprocess
 import threading
 from functools import cache, partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
+from xml.etree import ElementTree
+from zipfile import ZipFile
 
+import numpy as np
 import pytest
 import yaml
+from matplotlib import colormaps
+from matplotlib.colors import LogNorm, to_hex
 
-from lowprec.evidence import claims
+from lowprec.evidence import claims, heads, survival
 from lowprec.evidence.registry import pages
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish.figure import MIN_SCALE, luminance
+from lowprec.publish.pages import offered
+from lowprec.publish.printed import document
 
 pytestmark = pytest.mark.book
 
@@ -31,6 +39,7 @@ OLD = yaml.safe_load((ROOT / "book" / "redirects.yml").read_text()) or {}
 STUBS = [p.as_posix() for p in FILES if p.parts[0] == "claim"] + [f"{page}.html" for page in OLD]
 PAGES = sorted(p for p in map(Path.as_posix, FILES) if p not in STUBS and "_static/" not in p)
 CONTENT = [p for p in PAGES if p not in ("index.html", "genindex.html", "search.html")]
+PDF, EPUB = SITE / "downloads" / "lowprec.pdf", SITE / "downloads" / "lowprec.epub"
 NOTEBOOKS = pages(ROOT / "book" / "executed")
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -157,7 +166,7 @@ def test_page_loads_with_the_network_closed(tab):
 @look_at(CONTENT, "phone")
 def test_page_fits_a_phone(tab):
     assert width_beyond(tab) <= 0
-    for frame in tab.locator(".lowprec-scroll").all():
+    for frame in tab.locator(".lowprec-scroll:visible").all():
         image, drawn, outer = frame.evaluate(
             "e => { const svg = e.querySelector('svg'); return "
             "[svg.getBoundingClientRect().width, svg.viewBox.baseVal.width, e.clientWidth]; }"
@@ -167,16 +176,17 @@ def test_page_fits_a_phone(tab):
 
 
 @look_at(CONTENT, "phone")
-def test_a_table_beyond_a_phone_scrolls_and_fades_until_its_end_is_seen(tab):
-    """(pixels beyond its frame, pixels that fade at first, at the end) of each such table."""
-    tables = tab.locator(".bd-article table").evaluate_all(
-        """async tables => {
+def test_what_is_wider_than_a_phone_scrolls_and_fades_until_its_end_is_seen(tab):
+    """(pixels beyond its frame, pixels that fade at first, at the end) of tables and equations."""
+    wide = tab.locator(".bd-article :is(table, mjx-container[display=true])").evaluate_all(
+        """async all => {
             const drawn = () => new Promise(go => requestAnimationFrame(
                 () => requestAnimationFrame(go)));
-            const wide = tables.filter(  // what is folded is not drawn
-                t => t.checkVisibility() && t.getBoundingClientRect().right > innerWidth);
-            return Promise.all(wide.map(async table => {
-                const frame = table.parentElement.closest(
+            const wide = all.filter(  // what is folded is not drawn
+                e => e.checkVisibility() && (e.getBoundingClientRect().right > innerWidth
+                    || e.matches('mjx-container') && e.scrollWidth > e.clientWidth + 1));
+            return Promise.all(wide.map(async one => {
+                const frame = one.closest('mjx-container') || one.parentElement.closest(
                     '.pst-scrollable-table-container, .output.text_html');
                 const fades = () => parseFloat(
                     getComputedStyle(frame).getPropertyValue('--lowprec-more'));
@@ -187,9 +197,10 @@ def test_a_table_beyond_a_phone_scrolls_and_fades_until_its_end_is_seen(tab):
             }));
         }"""
     )
-    for beyond, first, last in tables:
+    for beyond, first, last in wide:
         assert beyond > 0 and first == pytest.approx(min(beyond, 48), abs=1.5) and last <= 1
-    assert tables or "notation" not in tab.url, "a table of that page is wider than a phone"
+    few = "notation" in tab.url and len(wide) < 3
+    assert not few, "a table and several equations of that page are wider than a phone"
 
 
 def contrasts(elements, ink="color"):
@@ -225,8 +236,10 @@ def test_figures_are_seen(tab, dark=False):
     figures = tab.locator("figure.lowprec-figure")
     assert figures.count() > 0
     for figure in figures.all():
-        image = figure.locator("svg")
+        image = figure.locator(".lowprec-scroll svg")
         assert image.get_attribute("role") == "img" and image.get_attribute("aria-label")
+        if figure.locator(".lowprec-film").count():
+            continue  # it is at rest in print alone
         box = image.bounding_box()
         assert box["width"] > 300 and box["height"] > 100
         [(ratio, paper)] = contrasts(figure.locator("figcaption"))
@@ -247,7 +260,7 @@ def test_a_notebook_page_offers_its_sources_and_the_data_of_its_figures(tab):
     source = ROOT / "notebooks" / f"{name}.ipynb"
     assert download(tab, "the notebook") == (source.name, source.read_bytes())
     executed = ROOT / "book" / "executed" / f"{name}.ipynb"
-    assert download(tab, "this page, executed")[1] == executed.read_bytes()
+    assert download(tab, "this page, executed")[1].decode() == offered(executed.read_text())
     outputs = [o for c in json.loads(executed.read_text())["cells"] for o in c.get("outputs", [])]
     names = [o["data"][FIGURE_MIME]["name"] for o in outputs if FIGURE_MIME in o.get("data", {})]
     for i, figure in enumerate(names):
@@ -305,6 +318,112 @@ def test_a_claim_says_its_address_and_how_to_cite_it(tab, base):
     ]
     button.click()
     assert not line.is_visible()
+
+
+# Definitions on hover, focus and tap
+
+
+def term(tab):
+    """The first term of a page, and its definition as the book has it."""
+    link = tab.locator("a.lowprec-term").first
+    link.scroll_into_view_if_needed()
+    return link, link.evaluate("a => DEFINITIONS[a.hash.slice(1)].join(' ')")
+
+
+@look_at([HOME])
+def test_a_term_shows_its_definition_on_hover_and_focus(tab, theme="light"):
+    link, definition = term(tab)
+    tip = tab.locator("#lowprec-tip")
+    assert not tip.is_visible() and tip.get_attribute("role") == "tooltip"
+    link.hover()
+    assert tip.is_visible() and tip.text_content() == definition
+    assert link.get_attribute("aria-describedby") == "lowprec-tip"
+    tip.hover()
+    tab.wait_for_timeout(400)
+    assert tip.is_visible(), "the pointer may move onto it"
+    [(ratio, paper)] = contrasts(tip)
+    assert ratio >= 4.5 and (paper < 0.1) == (theme == "dark")
+    tab.mouse.move(0, 0)
+    tip.wait_for(state="hidden")
+    link.focus()
+    assert tip.is_visible()
+    tab.keyboard.press("Escape")
+    assert not tip.is_visible() and link.get_attribute("aria-describedby") is None
+
+
+@look_at([HOME], theme="dark")
+def test_a_term_shows_its_definition_in_the_dark(tab):
+    test_a_term_shows_its_definition_on_hover_and_focus(tab, "dark")
+
+
+def test_the_first_tap_shows_a_definition_and_the_second_follows_also_from_files(browser):
+    with browser.new_context(viewport=PHONE, has_touch=True) as context:
+        tab = context.new_page()
+        tab.goto((SITE / HOME).as_uri())
+        link, definition = term(tab)
+        tip = tab.locator("#lowprec-tip")
+        for _ in range(2):
+            link.tap()
+            assert tip.is_visible() and tip.text_content() == definition
+            box = tip.bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
+            tab.touchscreen.tap(5, PHONE["height"] - 5)
+            assert not tip.is_visible() and tab.url.endswith(HOME)
+        link.tap()
+        link.tap()
+        tab.wait_for_url("**/glossary.html#term-*")
+
+
+# Maps with a slider
+
+FILM = f"executed/{claims.load()['layer-first'].page}.html"
+
+
+@look_at([FILM])
+def test_the_slider_paints_the_recorded_numbers(tab):
+    mini, production = survival.load_arms("mini"), survival.load_arms("production")
+    mine, twin = (heads.norms(arm.by_seed[1]) for arm in (mini["fa2"], production["fa2_o_fp32"]))
+    twin = twin.loc[mine.index]
+    norm = LogNorm(*np.quantile([mine, twin], [0, 1]))
+    figure = tab.locator("#figure-film")
+    slider = figure.get_by_role("slider")
+    assert slider.evaluate("s => [+s.min, +s.max, +s.value]") == [0, len(mine) - 1, len(mine) - 1]
+    slider.focus()
+    painted = []
+    for key, step in [("Home", 0), ("ArrowRight", 1), ("End", len(mine) - 1)]:
+        tab.keyboard.press(key)
+        assert figure.locator("output").text_content() == f"{mine.index[step]:,}"
+        assert slider.get_attribute("aria-valuetext").startswith(f"step {mine.index[step]:,}; FA2")
+        for run, svg in zip((mine, twin), figure.locator(".lowprec-maps svg").all(), strict=True):
+            numbers = run.iloc[step].sort_index().to_numpy(float)
+            fills = svg.locator("rect").evaluate_all("all => all.map(r => r.getAttribute('fill'))")
+            texts = svg.locator("rect + text").all_text_contents()
+            assert texts == [f"{number:.1f}" for number in numbers]
+            wanted = [colormaps["YlOrRd"].resampled(64)(float(norm(x))) for x in numbers]
+            assert fills == [to_hex(colour) for colour in wanted]
+            painted.append(fills)
+    for own in (painted[::2], painted[1::2]):
+        assert len(set(map(tuple, own))) == 3, "each step has colours of its own"
+
+
+@look_at([FILM], "phone")
+def test_the_slider_fits_a_phone_and_print_has_the_figure_at_rest(tab):
+    figure = tab.locator("#figure-film")
+    film, still = figure.locator(".lowprec-film"), figure.locator(".lowprec-scroll")
+    assert film.is_visible() and not still.is_visible()
+    for svg in film.locator("svg").all():
+        box = svg.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
+    tab.emulate_media(media="print")
+    assert still.is_visible() and not film.is_visible()
+    tab.emulate_media(media="screen")
+
+
+def test_without_a_script_the_figure_is_at_rest(base, browser):
+    with browser.new_context(java_script_enabled=False) as context:
+        tab = context.new_page()
+        tab.goto(base + FILM)
+        assert tab.locator("#figure-film .lowprec-scroll svg").is_visible()
 
 
 @look_at(["search.html?q=roundoff"])
@@ -365,8 +484,8 @@ def test_each_claim_has_an_address_that_leads_to_its_box(parsed):
 
 
 def test_the_book_and_its_pages_are_small():
-    files = [path for path in SITE.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 55e6
+    files = [path for path in SITE.rglob("*") if path.is_file() and path not in (PDF, EPUB)]
+    assert sum(path.stat().st_size for path in files) < 25e6
     assert max(path.stat().st_size for path in files if path.suffix == ".html") < 1e6
 
 
@@ -378,3 +497,85 @@ def test_styles_load_nothing_from_elsewhere():
 def test_no_page_names_a_path_of_the_machine_that_built_it():
     for path in SITE.rglob("*.html"):
         assert str(ROOT) not in path.read_text(), path.name
+
+
+@look_at(["rerun.html", "notation.html", HOME])
+def test_a_page_prints_without_buttons_and_within_its_margins(tab):
+    tab.emulate_media(media="print")
+    tab.set_viewport_size({"width": 680, "height": 900})  # 180 mm
+    try:
+        shown = tab.locator(".bd-article :is(details:not([open]), .copybtn, .lowprec-cite)")
+        assert not any(element.is_visible() for element in shown.all())
+        beyond = tab.locator(".bd-article :is(pre, table, svg, p)").evaluate_all(
+            "all => all.filter(e => e.checkVisibility() && (e.scrollWidth > e.clientWidth + 1 "
+            "&& e.matches('pre') || e.getBoundingClientRect().right > innerWidth))"
+            ".map(e => e.textContent.slice(0, 60))"
+        )
+        assert not beyond
+    finally:
+        tab.emulate_media(media="screen")
+        tab.set_viewport_size(DESK)
+
+
+# The printed book, where `make print` has written it
+
+printed = pytest.mark.skipif(not PDF.is_file(), reason="there is no PDF: run `make print`")
+
+
+@pytest.fixture(scope="module")
+def listed():
+    return document(ROOT, SITE)[0]
+
+
+@printed
+def test_the_pdf_has_every_main_page_in_the_order_of_the_contents(listed):
+    toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text())
+    main = [part for part in toc["parts"] if part["caption"].startswith(("Start", "Part "))]
+    files = [toc["root"], *(each["file"] for part in main for each in part["chapters"])]
+    assert [page for _, page, _ in listed][: len(files)] == files
+    assert {page for _, page, _ in listed[len(files) :]} == {"notation", "glossary"}
+    said = subprocess.run(["pdftotext", "-layout", PDF, "-"], capture_output=True, text=True)
+    sheets = said.stdout.split("\f")
+    contents = sheets[1]
+    for part, page, title in listed:
+        [number] = re.findall(rf"^\s*{re.escape(title)}\s+(\d+)$", contents, re.MULTILINE)
+        head = [line.strip() for line in sheets[int(number) - 1].splitlines() if line.strip()]
+        assert " ".join(head[:4]).removeprefix(part).strip().startswith(title), page
+    numbers = [int(n) for n in re.findall(r"\s(\d+)$", contents.rstrip(), re.MULTILINE)]
+    assert numbers[:-1] == sorted(numbers[:-1]), "the last is that of the contents"
+    assert len(numbers) == len(listed) + 1
+    assert "\\(" not in said.stdout and "Show code" not in said.stdout
+
+
+@printed
+def test_no_line_of_the_pdf_is_cut():
+    bounds = subprocess.run(["pdftotext", "-bbox", PDF, "-"], capture_output=True, text=True).stdout
+    width = float(re.search(r'<page width="([\d.]+)"', bounds)[1])
+    assert width == pytest.approx(595, abs=1), "A4"
+    words = re.findall(r'<word xMin="([\d.-]+)" .*xMax="([\d.-]+)" .*>.*\w.*</word>', bounds)
+    left, right = zip(*[map(float, word) for word in words], strict=True)
+    margin = 24 / 25.4 * 72
+    assert len(right) > 20_000 and min(left) > margin - 3 and max(right) < width - margin + 3
+
+
+@printed
+def test_the_epub_is_whole(listed):
+    with ZipFile(EPUB) as book:
+        assert book.infolist()[0].filename == "mimetype"
+        assert book.read("mimetype") == b"application/epub+zip" and book.testzip() is None
+        names = [name for name in book.namelist() if name.endswith((".xhtml", ".svg", ".opf"))]
+        trees = {name: ElementTree.fromstring(book.read(name)) for name in names}
+    [nav] = [tree for name, tree in trees.items() if name.endswith("nav.xhtml")]
+    heads = [" ".join("".join(a.itertext()).split()) for a in nav.iter() if a.tag.endswith("}a")]
+    assert [head for head in heads if head in {t for _, _, t in listed}] == [t for *_, t in listed]
+    ids = {name: {e.get("id") for e in tree.iter()} for name, tree in trees.items()}
+    for name, tree in trees.items():
+        for link in (e.get("href") for e in tree.iter() if e.tag.endswith("}a")):
+            where, anchor = urldefrag(urljoin(name, link or ""))
+            if not urlparse(where).scheme and anchor:
+                assert anchor in ids[where], f"{name} links to {link}"
+
+
+@printed
+def test_the_introduction_offers_the_printed_book(parsed):
+    assert {"downloads/lowprec.pdf", "downloads/lowprec.epub"} <= set(parsed["intro.html"].links)

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -10,12 +12,14 @@ from types import SimpleNamespace
 import jinja2
 import nbformat
 import pytest
+import yaml
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from sphinx.cmd.build import main as sphinx
 
 from lowprec import UserError
+from lowprec.evidence import registry
 from lowprec.evidence.locks import write_lock
-from lowprec.publish import book, facts, pages
+from lowprec.publish import book, facts, form, pages
 from lowprec.records import manifest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +120,40 @@ def test_every_name_in_a_document_is_known(path):
         assert said.render(env=env, **book.NAMES)
 
 
+TERMS = """# G
+
+```{glossary}
+δ
+    A number of a row. It is {math}`2^{-7}`.
+
+clean δ
+    {term}`δ`, clean.
+```
+"""
+
+
+def test_the_first_use_of_a_term_leads_to_the_glossary_and_its_definition(root):
+    a = "# A δ\n\n`δ` δ and clean δ; δ.\n\n| δ |\n|---|\n| δ |\n"
+    for name, text in {"glossary": TERMS, "executed/a": a, "other": a}.items():
+        path = root / "book" / f"{name}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    index = "# Book\n\n```{toctree}\na\nb\nglossary\nother\nexecuted/a\n```\n"
+    (root / "book/index.md").write_text(index)
+    status, said, _ = build(root)
+    assert status == 0, said
+    page = (root / "build/executed/a.html").read_text()
+    links = re.findall(r'<a [^>]*href="../glossary.html#([^"]+)"[^>]*><span[^>]*>([^<]+)<', page)
+    assert [word for _, word in links] == ["δ", "clean δ"]
+    assert "glossary.html#" not in (root / "build/other.html").read_text(), "no main page"
+    written = (root / "build/_static/definitions.js").read_text()
+    shown = json.loads(written.removeprefix("const DEFINITIONS = ").removesuffix(";\n"))
+    assert [shown[id] for id, _ in links] == [
+        ["δ", "A number of a row. It is 2⁻⁷."], ["clean δ", "δ, clean."],
+    ]  # fmt: skip
+    assert "_static/definitions.js" in page
+
+
 def test_folded_outputs_have_their_title(root):
     folded = new_code_cell("x", outputs=[new_output("display_data", data={"text/plain": "7"})])
     folded.metadata = {"tags": ["fold", "hide-input", "hide-output"], "fold": "By seed"}
@@ -195,3 +233,96 @@ def test_claims_write_renews_readme_and_the_page_about_the_data(root):
 def test_the_marks_of_readme_and_the_page_about_the_data_are_fresh():
     for path in (ROOT / "README.md", ROOT / "data" / "README.md"):
         assert facts.renewed(path.read_text()) == path.read_text()
+
+
+# What documents refer to, which the builder would only find out late
+
+BOOK = ROOT / "book"
+DOCUMENTS = sorted(path.stem for path in BOOK.glob("*.md") if path.stem != "status")
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_what_a_page_refers_to_exists(page):
+    text = (BOOK / f"{page}.md").read_text()
+    for target in re.findall(r"\]\((?!https?:|_generated/)([^)#]+)\)", text):
+        source = target.replace("executed/", "../notebooks/")
+        assert (BOOK / source).is_file(), f"{page} links to {target}"
+    for name in re.findall(r"\{doc\}`(?:[^`<]*<)?([\w/]+)>?`", text):
+        known = (BOOK / f"{name}.md").is_file() or name == "status"  # which is generated
+        assert known or (ROOT / f"{name.replace('executed', 'notebooks')}.ipynb").is_file()
+    entries = re.findall(r"^@\w+\{([^,]+),", (BOOK / "references.bib").read_text(), re.MULTILINE)
+    for key in re.findall(r"\{cite:[tp]\}`([^`]+)`", text):
+        assert key in entries, f"{page} cites {key}"
+    every = "".join((BOOK / f"{name}.md").read_text() for name in DOCUMENTS)
+    labels = re.findall(r"^\(([\w-]+)\)=$", every, re.MULTILINE)
+    for label in re.findall(r"\{ref\}`[^`<]+<([\w-]+)>`", text):
+        assert label in labels, f"{page} refers to {label}"
+    glossary = (BOOK / "glossary.md").read_text().splitlines()
+    for term in re.findall(r"\{term\}`(?:[^`<]*<)?([^`>]+)>?`", text):
+        assert term in glossary, f"{page}: the glossary has no {term}"
+    for id in re.findall(r"_generated/claim-([\w-]+)\.md", text):
+        assert id in registry.load(), f"{page} shows claim {id}"
+
+
+def test_the_pages_are_in_the_contents():
+    parts = form.contents(ROOT)
+    files = sum(parts.values(), [])
+    assert sorted(f for f in files if "/" not in f) == sorted([*DOCUMENTS, "status"])
+    executed = sorted(f"executed/{name}" for name in registry.pages(ROOT / "notebooks"))
+    assert sorted(f for f in files if f.startswith("executed/")) == executed, "mend _toc.yml"
+
+
+def test_a_page_of_the_laboratory_is_linked_from_a_main_page():
+    for name in registry.pages(ROOT / "notebooks"):
+        if "/" in name:
+            assert " of <a href" in form.position(name, ROOT), f"no main page links to {name}"
+
+
+def test_icons_that_no_page_shows_are_left_out(tmp_path):
+    script = tmp_path / "fontawesome.js"
+    search = 'search:[3,4,[8,"glass"],"f1",["M1","M2"]],'
+    script.write_text(f'a={{"up":[1,2,[9],"f0","M1 2"],{search}x:[5,6,[],"f2","M"]}};b')
+    (tmp_path / "page.html").write_text('<i class="fa-solid fa-glass fa-lg"></i>')
+    book._leave_out_icons(script, book._icons(tmp_path))
+    assert script.read_text() == f"a={{{search}}};b"
+
+
+KERNEL = {"name": "python3", "display_name": "Python 3"}
+
+
+@pytest.mark.parametrize("address", ["", "https://github.com/someone/lowprec"])
+def test_a_page_opens_its_notebook_where_the_repository_is_public(tmp_path, address):
+    """A book of the real settings, whose pages have a title each."""
+    book_folder, names = tmp_path / "book", sorted(registry.pages(ROOT / "notebooks"))
+    config = yaml.safe_load((ROOT / "book" / "_config.yml").read_text())
+    config["sphinx"]["config"]["html_theme_options"]["repository_url"] = address
+    config["sphinx"]["config"].update(html_extra_path=[], templates_path=[])
+    config["html"].pop("favicon")
+    for name in names:
+        cell = new_markdown_cell(f"# {name}")
+        nb = new_notebook(cells=[cell], metadata={"kernelspec": KERNEL})
+        path = book_folder / "executed" / f"{name}.ipynb"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(nb, path)
+    files = [f"executed/{name}" for name in names]
+    toc = {"format": "jb-book", "root": files[0], "chapters": [{"file": f} for f in files[1:]]}
+    for file, text in {"_config.yml": config, "_toc.yml": toc}.items():
+        (book_folder / file).write_text(yaml.safe_dump(text))
+    (book_folder / "references.bib").touch()
+    builder = [Path(sys.executable).with_name("jupyter-book"), "build", book_folder, "-q"]
+    done = subprocess.run(builder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        text = (book_folder / "_build" / "html" / "executed" / f"{name}.html").read_text()
+        links = re.findall(r'href="(https://(?:mybinder|colab)[^"]+)"', text)
+        if not address:
+            assert not links
+            continue
+        binder, colab = links
+        assert binder.startswith(
+            "https://mybinder.org/v2/gh/someone/lowprec/main?urlpath=lab/tree/"
+        )
+        start = "https://colab.research.google.com/github/someone/lowprec/blob/main/"
+        assert colab.startswith(start)
+        for file in (binder.partition("lab/tree/")[2], colab.removeprefix(start)):
+            assert file == f"notebooks/{name}.ipynb" and (ROOT / file).is_file()

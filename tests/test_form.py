@@ -1,14 +1,19 @@
 """A page in the new form: what stands first, what is folded, and what a reader sees of it."""
 
+import json
+from pathlib import Path
+
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lowprec.evidence.registry import parse
+from lowprec.evidence import claims
+from lowprec.evidence.registry import pages, parse
 from lowprec.evidence.verdicts import Result
 from lowprec.evidence.words import CLAIM_MIME, FIGURE_MIME
 from lowprec.publish import form, notebook
 
+ROOT = Path(__file__).resolve().parent.parent
 HEAD = "# What carries it\n\n**Question.** Which one?\n\n**Answer.** This one does."
 
 
@@ -134,6 +139,32 @@ def test_roles_and_targets_are_not_words():
     assert form.words("{term}`a run <run>` and {doc}`/x/y`\n\n(claim-a)=") == [
         "a", "run", "and", "/x/y",
     ]  # fmt: skip
+
+
+# One vocabulary
+
+DOCUMENTS = (
+    "README.md", "book/intro.md", "book/round_it_yourself.md", "book/how_to_read.md",
+    "book/take_it_home.md", "book/shelf.md", "book/threats.md", "book/statements.md",
+    "book/argument.md", "book/write_kernels.md", "book/fork.md",
+)  # fmt: skip
+
+
+def test_other_names_are_found_in_prose_alone():
+    text = "A [Partner](partner.md) with `o_redrawn`, {redrawn} partnerships, an unrounded output."
+    assert form.other_names(text) == ["Partner: say twin", "unrounded output: say clean δ"]
+
+
+@pytest.mark.parametrize("name", [*pages(ROOT / "notebooks"), *DOCUMENTS])
+def test_a_page_calls_one_thing_by_one_name(name):
+    if name in DOCUMENTS:
+        said = [(ROOT / name).read_text()]
+    else:
+        cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+        said = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
+        said += [f"{c.sentence} {c.gloss} {c.words}" for c in claims.load().values()
+                 if c.page == name]  # fmt: skip
+    assert [found for text in said for found in form.other_names(text)] == []
 
 
 # Verdicts

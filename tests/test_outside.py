@@ -223,7 +223,7 @@ def test_the_page_for_people_who_write_kernels_runs():
     """Its loop is dQ of the policy and the delta that dK takes; what it says of a capture holds."""
     page = (Path(__file__).resolve().parent.parent / "book" / "write_kernels.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names = {}
     for block in blocks:
         exec(block, names)

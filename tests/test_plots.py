@@ -15,15 +15,17 @@ matplotlib.use("agg")
 
 import matplotlib.colors as mcolors
 import matplotlib.pyplot as plt
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from lowprec import UserError, plots
 from lowprec.evidence import survival
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.numerics.policy import FA2, LOW
-from lowprec.publish import figure
+from lowprec.publish import figure, pages
 from lowprec.records.runs import Run
 
 LONG = pd.DataFrame({"step": range(60_000), "loss": 0.125})
@@ -54,10 +56,10 @@ def test_a_figure_is_the_same_bytes_every_time():
 def test_ids_belong_to_one_figure():
     data = {name: ET.fromstring(svg_of(bundle(name)[0])) for name in ("loss", "other")}
     ids = {name: [e.get("id") for e in root.iter() if e.get("id")] for name, root in data.items()}
-    assert all(i.startswith(f"{name}-") for name in ids for i in ids[name])
-    assert len(ids["loss"]) == len(set(ids["loss"])) > 10
+    assert not set(ids["loss"]) & set(ids["other"])
+    assert len(ids["loss"]) == len(set(ids["loss"])) > 5
     used = re.findall(r'(?:href="#|url\(#)([^")]+)', svg_of(bundle()[0]))
-    assert used and set(used) <= set(ids["loss"])
+    assert set(used) == set(ids["loss"])
 
 
 def test_ink_is_the_pages_and_the_background_clear():
@@ -90,14 +92,14 @@ def run(arm, seed, policy="LOW", campaign="mini", hardware="NVIDIA H200", **conf
 
 
 def test_a_figure_names_the_runs_it_is_drawn_from():
-    partner = "LOW+delta_from=o_fp32"
+    clean = "LOW+delta_from=o_fp32"
     several = [run("low", seed) for seed in (6, 0, 3, 1, 2, 0)]
-    several += [run("o_fp32", 4, partner), run("o_fp32", 5, partner, f"{gettempdir()}/mini")]
-    several += [run("one", 0, "FA2", "layers", layers={"1/2": partner}, impl="sdpa", tile=None)]
+    several += [run("o_fp32", 4, clean), run("o_fp32", 5, clean, f"{gettempdir()}/mini")]
+    several += [run("one", 0, "FA2", "layers", layers={"1/2": clean}, impl="sdpa", tile=None)]
     said = [
         "Drawn from 7 runs of 3 arms",
-        f"mini: low (LOW) seeds 0–3, 6; o_fp32 ({partner}) seed 4",
-        f"layers: one (FA2, impl sdpa, layer 1 heads 2 {partner}) seed 0",
+        f"mini: low (LOW) seeds 0–3, 6; o_fp32 ({clean}) seed 4",
+        f"layers: one (FA2, impl sdpa, layer 1 heads 2 {clean}) seed 0",
     ]
     for runs in (several, iter(several), pd.DataFrame({"run": several}), pd.Series(several)):
         data = bundle(runs=runs)[0]
@@ -128,6 +130,47 @@ def test_the_data_of_a_figure_come_with_it():
 def test_the_fallback_is_a_png_on_white():
     picture = plt.imread(io.BytesIO(base64.b64decode(bundle()[0]["image/png"])))
     assert np.allclose(picture[0, 0], 1)
+
+    picture = Image.open(io.BytesIO(base64.b64decode(bundle()[0]["image/png"])))
+    assert picture.mode == "P" and picture.text["Description"] == 'The loss falls, "fast".'
+
+
+def commands(path):
+    """The commands of a path: (letter, numbers), a line for each that follows another unsaid."""
+    found = []
+    for letter, said in re.findall(r"([MLQCz])([^MLQCz]*)", path):
+        numbers = np.array(said.split(), float)
+        pairs = numbers.reshape(-1, 2) if letter in "ML" else [numbers]
+        found += [(letter if i == 0 else "L", pair) for i, pair in enumerate(pairs)]
+    return found
+
+
+def test_a_path_is_shorter_and_the_same():
+    fig, ax = plots.subplots()
+    ax.plot(np.random.default_rng(0).normal(size=300), label="curved text Q")
+    ax.scatter([1, 2], [3, 4])
+    raw = io.StringIO()
+    fig.savefig(raw, format="svg")
+    paths = re.findall(r'\bd="([^"]+)"', raw.getvalue())
+    assert {letter for path in paths for letter, _ in commands(path)} >= set("MLQCz")
+    for path in paths:
+        short, long = commands(figure._short(path)), commands(path)
+        assert [letter for letter, _ in short] == [letter for letter, _ in long]
+        for (_, a), (_, b) in zip(short, long, strict=True):
+            np.testing.assert_allclose(a, b, atol=0.0051)
+    assert sum(map(len, map(figure._short, paths))) < 0.8 * sum(map(len, paths))
+
+
+def test_the_notebook_that_is_offered_has_each_figure_once_over_its_caption():
+    data, metadata = bundle()
+    other = nbformat.v4.new_output("display_data", {"text/html": "<table></table>"})
+    shown = nbformat.v4.new_output("display_data", data, metadata=metadata)
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[other, shown])])
+    [cell] = nbformat.reads(pages.offered(nbformat.writes(nb)), 4).cells
+    first, picture, caption = cell.outputs
+    assert first == other and "text/html" not in picture.data
+    assert picture.data["image/png"] == data["image/png"] and FIGURE_MIME in picture.data
+    assert caption.data == {"text/html": "<p>Loss &amp; step.</p>"}
 
 
 @pytest.mark.parametrize(

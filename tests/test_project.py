@@ -219,6 +219,7 @@ BUILDER = (
     "publish/form",
     "publish/pages",
     "publish/statements",
+    "publish/terms",
     "evidence/claims",
     "evidence/verdicts",
 )

@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import family
 
-from lowprec.attention.reference import causal_mask, emulate, oracle
+from lowprec.attention.inputs import causal_mask
+from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW
 from lowprec.records.files import data_root
 from lowprec.studies import dated, row_sums
@@ -190,7 +191,7 @@ def test_the_recorded_table_decides_the_prediction():
 
 
 def test_what_others_propose_leaves_more_than_the_mean_key_in_each_failing_head_of_fa2():
-    """But less than SAFE, where the output that δ reads is not stored in BF16."""
+    """But less than CLEAN, where the output that δ reads is not stored in BF16."""
     tables = dated.recorded("row_sums", **row_sums.PARAMETERS)
     own, others = (tables[name].query("failing and base == 'FA2'") for name in ("left", "proposed"))
     own = own.pivot(index="capture", columns=["delta", "change"], values="dq")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowprec.numerics.policy import FA2, SAFE
+from lowprec.numerics.policy import CLEAN, FA2
 from lowprec.studies import sizes
 from lowprec.studies.sizes import SIDE, D, T
 
@@ -60,7 +60,7 @@ def test_equal_scores_come_nearest_to_the_bounds():
 
 def test_a_policy_stands_the_box_and_float64_more():
     inputs = sizes.Inputs()
-    fixed, exact = inputs.stands(SAFE), inputs.stands(FA2, "oracle")
+    fixed, exact = inputs.stands(CLEAN), inputs.stands(FA2, "oracle")
     assert fixed["corners"] == 0 and fixed["upto"] >= SIDE
     assert exact["upto"] > fixed["upto"] and exact["scores"] == exact["mean"] == 0 < fixed["scores"]
     assert inputs.stands("FA2+delta_from=dp")["corners"] > 0 and sizes.lost_from_dp(inputs) == (

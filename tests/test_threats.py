@@ -6,23 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 import yaml
 from conftest import chosen, excess
 from scipy import stats
 
 from lowprec import claims
-from lowprec.attention import trace
-from lowprec.attention.reference import oracle
-from lowprec.diagnose import scores
-from lowprec.evidence import registry
-from lowprec.evidence.heads import sums, take_offs
+from lowprec.evidence.heads import sums
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.publish import form, limits, pages
-from lowprec.records import explosion, runs
-from lowprec.studies import rivals
-from lowprec.studies.stabilised import retrace
+from lowprec.records import explosion
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"
@@ -36,19 +29,7 @@ REGISTRY = {
 }  # fmt: skip
 THREATS = (BOOK / "threats.md").read_text()
 SHELF = (BOOK / "shelf.md").read_text()
-PAGES = ("how_to_read", "threats", "shelf")
 LARGE = ("explosion", "gpt2", "specimens", "paper")
-WINDOWS = ("fa2-a-seed1", "fa2-b-seed4", "low-c-seed6")
-SPECIMENS = {"fa2-seed2": ("fa2", 1750, 10), "low-seed0": ("low", 800, 7)}
-"""Failing runs of `specimens` -> the arm of gpt2 that they repeat, their last step and head."""
-PARTNERS = {
-    "low-c-healthy-seed6": ("mini", "o_fp32"),
-    "fa2-a-healthy-seed1": ("production", "fa2_o_fp32"),
-    "fa2-b-healthy-seed4": ("production", "fa2_o_fp32"),
-    "low-healthy-seed0": ("gpt2", "o_fp32"),
-    "fa2-healthy-seed2": ("gpt2", "fa2_o_fp32"),
-}
-"""The healthy run of windows or specimens -> the arm whose beginning it is."""
 ARITHMETIC = set(
     "gradient-equations gradient-row-sum gradient-row-sum-dp stabilised-exact stabilised-underflow "
     "bfloat-cast bfloat-trick-nan bfloat-product-once bfloat-product-equal "
@@ -66,19 +47,17 @@ OTHERWISE = {
     "refuted": """
         addition-remark-1 bias-held common-untrained curvature-arms curvature-tails delta-dp
         delta-other-sites drift-elsewhere explosion-bias-larger-when-failing
-        explosion-calibration-lowest explosion-fa2-safe explosion-low-early
-        explosion-low-every-seed explosion-sigma-doubles gradient-head heads-sum-alone
-        larger-layer larger-specimen-sign layer-head-alone layer-head-others
-        layer-second-of-twelve peers-gradient rivals-alike-head rivals-crossed-size
-        rivals-fp16-scores rivals-held-share rivals-outside-low rivals-posit-bias
-        rivals-posit-ties rivals-train-folk rivals-train-fp16 rivals-train-warmup
+        explosion-calibration-lowest explosion-fa2-safe explosion-low-early explosion-low-every-seed
+        explosion-sigma-doubles gradient-head heads-sum-alone larger-layer larger-specimen-sign
+        layer-head-alone layer-head-others layer-second-of-twelve peers-gradient rivals-alike-head
+        rivals-crossed-size rivals-fp16-scores rivals-held-share rivals-outside-low
+        rivals-posit-bias rivals-posit-ties rivals-train-folk rivals-train-fp16 rivals-train-warmup
         rounding-ties-and-bias rounding-ties-before-take-off rounding-top-key-tied
-        spike-gradient-blind spike-opposed stabilised-loud stabilised-train-floor
-        stabilised-untied stabilised-untied-head
+        spike-gradient-blind spike-opposed stabilised-loud stabilised-train-floor stabilised-untied
+        stabilised-untied-head
     """,
     "inconclusive": """
-        common-one-sequence fix-centred-low fix-centred-norm peers-sdpa
-        rounding-sink-no-ties
+        common-one-sequence fix-centred-low fix-centred-norm peers-sdpa rounding-sink-no-ties
     """,
 }
 """The claims that threats.md and shelf.md speak of as refuted, or as open."""
@@ -152,72 +131,12 @@ def test_each_prediction_of_a_campaign_is_a_claim_with_its_verdict():
     assert len(rows) == 25 and len(set(every)) == len(every)
 
 
-# Links, citations and terms, which the builder would only find out late
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_refers_to_exists(page):
-    text = (BOOK / f"{page}.md").read_text()
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
-        source = target.replace("executed/", "../notebooks/")
-        assert (BOOK / source).is_file(), f"{page} links to {target}"
-    for name in re.findall(r"\{doc\}`(?:[^`<]*<)?(\w+)>?`", text):
-        assert (BOOK / f"{name}.md").is_file(), f"{page} links to {name}"
-    entries = re.findall(r"^@\w+\{([^,]+),", (BOOK / "references.bib").read_text(), re.MULTILINE)
-    for key in re.findall(r"\{cite:[tp]\}`([^`]+)`", text):
-        assert key in entries, f"{page} cites {key}"
-    labels = re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE)
-    for label in re.findall(r"\{ref\}`[^`<]+<([\w-]+)>`", text):
-        assert label in labels, f"{page} refers to {label}"
-    glossary = (BOOK / "glossary.md").read_text().splitlines()
-    for term in re.findall(r"\{term\}`(?:[^`<]*<)?([^`>]+)>?`", text):
-        assert term in glossary, f"{page}: the glossary has no {term}"
-    for id in re.findall(r"_generated/claim-([\w-]+)\.md", text):
-        assert id in REGISTRY, f"{page} shows claim {id}"
-
-
-def test_the_pages_are_in_the_contents():
-    parts = yaml.safe_load((BOOK / "_toc.yml").read_text())["parts"]
-    files = [chapter["file"] for part in parts for chapter in part["chapters"]]
-    assert set(PAGES) <= set(files)
-    executed = sorted(f"executed/{name}" for name in registry.pages(ROOT / "notebooks"))
-    listed = sorted(file for file in files if file.startswith("executed/"))
-    assert listed == executed, "mend _toc.yml"
-
-
-def test_a_page_of_the_laboratory_is_linked_from_a_main_page():
-    for name in registry.pages(ROOT / "notebooks"):
-        if "/" in name:
-            assert " of <a href" in form.position(name, ROOT), f"no main page links to {name}"
-
-
 # What the runs are, as book/threats.md says
-
-
-@pytest.fixture(scope="module")
-def windows():
-    return {run.name: run for run in runs.load_runs("windows").run}
-
-
-def gradient_error(c, policy):
-    """Norm of what a policy makes of that gradient, minus the exact one."""
-    q, k, v, do = (c.tensors[name] for name in ("q", "k", "v", "do"))
-    exact = oracle(q, k, v, scale=c.scale, do=do).dq
-    replayed = trace(q, k, v, do, policy, scale=c.scale, tile=c.tile, impl="emulate").dq
-    return rivals.query_gradient(c, replayed.double() - exact).norm().item()
 
 
 def of_other_output(recorded):
     """The runs with 6 layers whose delta reads something else than the stored output."""
     return [run for names in OTHER_OUTPUT for run in chosen(recorded, *names)]
-
-
-def same_beginning(run, other):
-    """Whether a run is, loss by loss, the beginning of another of the same policy and seed."""
-    mine, theirs = run.metrics.loss.to_numpy(), other.metrics.loss.to_numpy()
-    same = (run.policy, run.seed, run.info["config"]["lr"])
-    assert same == (other.policy, other.seed, other.info["config"]["lr"])
-    return len(mine) < len(theirs) and (mine == theirs[: len(mine)]).all()
 
 
 def test_one_corpus_one_generation_of_gpu_our_kernels(recorded):
@@ -349,130 +268,9 @@ def test_measured_has_the_size_that_was_measured(recorded):
     assert abs(of_layers[5]) < 1e-5 and f"{other:.0e}" == f"{of_layers[1]:.0e}"
 
 
-# Windows, specimens and captures
-
-
-def test_windows_and_captures_are_of_three_seeds_and_six_layers(windows, captures):
-    healthy = {name.replace("-seed", "-healthy-seed") for name in WINDOWS}
-    assert set(windows) == {*WINDOWS} | healthy and len(captures) == 7, MEND
-    assert {run.info["config"]["n_layer"] for run in windows.values()} == {6}, MEND
-    assert {len(c.sequences) for c in captures.values()} == {1}, MEND
-
-
-def test_captures_of_the_larger_model_are_what_their_names_say(recorded, larger):
-    plan = yaml.safe_load((ROOT / "data/runs/specimens/campaign.yaml").read_text())["arms"]
-    table = {run.name: run for run in recorded["specimens"].run}
-    healthy = {name.replace("-seed", "-healthy-seed"): of for name, of in SPECIMENS.items()}
-    expected = {f"{name}-{of[1]}": (name, *of[1:]) for name, of in (SPECIMENS | healthy).items()}
-    assert set(table) == set(SPECIMENS | healthy) and set(larger) == set(expected), MEND
-    for stem, (name, step, head) in expected.items():
-        c, run = larger[stem], table[name]
-        assert (c.step, c.layer, c.heads) == (step, 2, [head]), stem
-        assert len(c.sequences) == 1 and c.meta["name"] == name, stem
-        assert c.meta["arm"] == run.info["arm"] and c.meta["config"] == run.info["config"], stem
-        assert c.policy == run.policy and c.meta["data_sha256"] == run.info["data_sha256"], stem
-        of = plan[run.info["arm"]]
-        assert (max(of["capture_at"]), of["capture_layer"], of["capture_heads"]) == (
-            step,
-            2,
-            [head],
-        )
-        assert of["seeds"] == [run.seed] and of["steps"] == run.info["steps"] == step + 1, stem
-
-
-def test_specimens_are_the_beginnings_of_failing_runs_and_end_at_the_take_off(recorded):
-    for name, (arm, step, head) in SPECIMENS.items():
-        (mine,) = (run for run in recorded["specimens"].run if run.name == name)
-        (other,) = (run for run in chosen(recorded, "gpt2", arm) if run.seed == mine.seed)
-        assert same_beginning(mine, other) and other.explosion.confirmed, MEND
-        first = take_offs(other).iloc[0]
-        assert (first.layer, first["head"], first.step + 1) == (2, head, step), MEND
-
-
-@pytest.mark.parametrize("name", PARTNERS)
-def test_each_partner_is_the_beginning_of_a_healthy_run(recorded, windows, name):
-    (mine,) = (r for r in [*windows.values(), *recorded["specimens"].run] if r.name == name)
-    (whole,) = (run for run in chosen(recorded, *PARTNERS[name]) if run.seed == mine.seed)
-    assert whole.info["steps"] == whole.info["config"]["steps"] and whole.explosion is None, MEND
-    assert same_beginning(mine, whole), MEND
-
-
-def test_every_partner_is_looked_at(recorded, windows):
-    names = {*windows} | set(recorded["specimens"].name)
-    assert {name for name in names if "healthy" in name} == set(PARTNERS), MEND
-
-
-@pytest.fixture(scope="module")
-def replayed(captures, larger):
-    """Every capture, computed again on a CPU."""
-    return {stem: c.replay(impl="emulate", device="cpu") for stem, c in (captures | larger).items()}
-
-
-def test_heads_of_partners_have_far_smaller_scores(replayed):
-    for stem in ("fa2-seed2-1750", "low-seed0-800"):
-        scores_ = (replayed[s].s for s in (stem, stem.replace("-seed", "-healthy-seed")))
-        failing, healthy = (s[s.isfinite()].abs().max() for s in scores_)
-        assert failing > 20 * healthy, MEND
-
-
-def test_replays_on_a_cpu(replayed):
-    t = replayed["fa2-seed2-1750"]
-    assert [stem for stem, of in replayed.items() if not of.reproduced] == ["fa2-seed2-1750"], MEND
-    assert len(replayed) == 11 and t.max_ulp <= 1
-    assert f"{t.differs:.1%}" == "2.0%", "data/README.md"
-
-
-def test_in_whole_batches_the_error_tells_a_head_from_its_partner(windows, captures):
-    share = {}
-    for stem, c in captures.items():
-        name, step = re.fullmatch(r"(.*)-(\d+)", stem).groups()
-        table = pd.read_parquet(windows[name].path / "query_error.parquet")
-        where = (table.step == int(step)) & (table.layer == c.layer) & (table["head"] == c.heads[0])
-        (row,) = table[where].itertuples()
-        share[stem] = row.error_norm / row.grad_norm
-    pairs = [(stem.replace("-healthy", ""), stem) for stem in share if "healthy" in stem]
-    assert len(pairs) == 3 and all(share[bad] > 10 * share[good] for bad, good in pairs), MEND
-
-
-def test_replay_and_training_of_low_agree_and_of_fa2_need_not(captures):
-    left = {}
-    for stem in ("low-c-seed6-1230", "fa2-a-seed1-1680"):
-        c = captures[stem]
-        mended = gradient_error(c, c.policy.replace(delta_from="o_fp32"))
-        left[stem] = mended / gradient_error(c, c.policy)
-    assert left["low-c-seed6-1230"] < 0.1 and left["fa2-a-seed1-1680"] > 0.5, MEND
-
-
-def test_a_replay_that_draws_anew_says_little(captures, larger):
-    def left(c, count=3, **change):
-        """What draws of a random rounding leave of the gradient's error."""
-        exact = rivals.exact_gradient(c)
-        before = rivals.gradient_error(c, retrace(c, delta_from="o"), exact)
-        draws = [retrace(c, seed, **change) for seed in range(count)]
-        return np.array([rivals.gradient_error(c, t, exact) for t in draws]) / before
-
-    low = larger["low-seed0-800"]
-    less = left(low, 12, delta_from="o_redrawn") < left(low, 1, delta_from="o_fp32")
-    assert less.sum() == 9, MEND
-    for stem, c in (captures | larger).items():
-        if stem.startswith("fa2") and "healthy" not in stem:
-            fresh = left(c, delta_from="o_redrawn")
-            fair = left(c, delta_from="o", o="bf16:stochastic")
-            assert max(fair.min(), fresh.min()) < min(fair.max(), fresh.max()), MEND
-
-
 # What first screens say without computing it
 
 
 def test_no_prediction_on_recorded_sums_held():
     books = "delta-dodo-noise delta-dodo-no-bias delta-numerator-bias delta-fa2-bias delta-dp"
     assert {REGISTRY[id].verdict for id in books.split()} == {"refuted"}, "delta_carries_it does"
-
-
-def test_one_failing_capture_has_a_common_part_of_some_hundreds(captures):
-    far = [
-        abs(scores.parts(*scores.unrounded(c), c.scale)["common"]) > 256
-        for name, c in captures.items()
-        if "healthy" not in name
-    ]
-    assert sorted(far) == [False, False, False, True], "argument.md says that one is that far"

@@ -56,8 +56,13 @@ def head_cosines(model, text) -> pd.DataFrame:
 def common_part(keys) -> float:
     """Length of the mean key over the root mean square of a key's; keys: (..., T, D), the mean
     over the rest."""
+    return common_parts(keys).mean().item()
+
+
+def common_parts(keys) -> torch.Tensor:
+    """`common_part` of each, (...)."""
     size = keys.square().sum(-1).mean(-1).sqrt()
-    return (keys.mean(-2).norm(dim=-1) / size).mean().item()
+    return keys.mean(-2).norm(dim=-1) / size
 
 
 def principal(a, x) -> tuple[torch.Tensor, float]:

@@ -9,6 +9,7 @@ was drawn from.
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import io
 import re
@@ -137,8 +138,9 @@ def show_table(frame: pd.DataFrame, **formats):
 
 
 def save_figure(
-    fig, table: pd.DataFrame, name: str, alt: str, caption: str, hardware=None, runs=None
-) -> None:
+    fig, table: pd.DataFrame, name: str, alt: str, caption: str, hardware=None, runs=None,
+    moving: str = "",
+) -> None:  # fmt: skip
     """Show a figure on its page with caption, badge and data, and close it.
 
     table: the numbers drawn, at most 400 kB as CSV. name: short and unique on its page, a-z, 0-9
@@ -148,15 +150,18 @@ def save_figure(
     on the page and are not named.
     hardware: without runs, the machine that made the data, if it was not computed on this page; or
     that of each piece, "CPU" for one that was.
+    moving: what `lowprec.publish.film` embeds, as JSON.
     """
     from IPython.display import display
 
-    data, metadata = bundle(fig, table, name, alt, caption, hardware, runs)
+    data, metadata = bundle(fig, table, name, alt, caption, hardware, runs, moving)
     plt.close(fig)
     display(data, metadata=metadata, raw=True)
 
 
-def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[dict, dict]:
+def bundle(
+    fig, table, name, alt, caption, hardware=None, runs=None, moving=""
+) -> tuple[dict, dict]:
     """The output of `save_figure` as (data by MIME type, metadata)."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise UserError(f"figure name {name!r} must be made of a-z, 0-9 and single hyphens")
@@ -180,7 +185,7 @@ def bundle(fig, table, name, alt, caption, hardware=None, runs=None) -> tuple[di
              "hardware": hardware, "runs": name_runs(runs)}  # fmt: skip
     data = {
         "text/plain": f"Figure {name}: {alt}",
-        "text/html": _html(svg(fig, name, alt), csv, about),
+        "text/html": _html(svg(fig, name, alt), csv, about, moving),
         "image/png": base64.b64encode(png(fig, alt)).decode(),
         FIGURE_MIME: about,
     }
@@ -234,29 +239,63 @@ def svg(fig, name: str, alt: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r"#(1a1a1a|000000)\b", "currentColor", text)
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = text.replace("DejaVuSans-", "").replace("xlink:href", "href")
+    text = _short_ids(text, "i" + hashlib.sha1(name.encode()).hexdigest()[:5])
     box = re.search(r'viewBox="[^"]+"', text)[0]
     width = float(box.split()[2])
     head = (
         f'<svg {box} role="img" aria-label="{html.escape(alt)}" fill="currentColor" '
         f'style="display:block;width:100%;min-width:{width / 72 * MIN_SCALE:.0f}px;'
         f'max-width:{width * 4 / 3:.0f}px" '
-        f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+        f'xmlns="http://www.w3.org/2000/svg">'
     )
+    text = re.sub(r"<!--.*?-->", "", text[text.index(">") + 1 :], flags=re.DOTALL)
+    text = re.sub(r'\b(?:d|x|y)="[^"]*"|translate\([^)]*\)', lambda m: _short(m[0]), text)
     # No blank line: one would end the HTML block when a page includes the figure.
-    return re.sub(r"\n\s*", "\n", head + text[text.index(">") + 1 :]).strip()
+    return re.sub(r"\n\s*", "\n", head + text).strip()
+
+
+def _short_ids(text: str, name: str) -> str:
+    """Ids that begin with a name, a figure's own on its page, for what is referred to; no ids for
+    the rest, which are a tenth of a figure's bytes."""
+    used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
+    new = {old: f"{name}-{i}" for i, old in enumerate(used)}
+    text = re.sub(r'\s*\bid="([^"]+)"', lambda m: f' id="{new[m[1]]}"' if m[1] in new else "", text)
+    return re.sub(r'(href="#|url\(#)([^")]+)', lambda m: m[1] + new[m[2]], text)
+
+
+def _short(places: str) -> str:
+    """Coordinates to a hundredth of a point, and the commands of a path without what is repeated.
+
+    They are a third of a figure's bytes; a pixel is many hundredths of a point.
+    """
+    places = re.sub(r"-?\d+\.\d+", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), places)
+    places = re.sub(r"\s*\b([MLQCz])\s*", r"\1", places)
+    # A line after a line, or after a move, needs no letter.
+    return re.sub(r"(?<=[ML])[-\d. ]+(?:L[-\d. ]+)+", lambda m: m[0].replace("L", " "), places)
 
 
 def png(fig, alt: str) -> bytes:
-    """The figure on white, for readers of the notebook file where HTML is not shown."""
-    raw = io.BytesIO()
-    about = {"Software": None, "Description": alt}
-    fig.savefig(raw, format="png", dpi=100, facecolor="white", metadata=about)
+    """The figure on white in 256 colours, for readers of the notebook where HTML is not shown.
+
+    The colours are a third of the bytes of all, and look the same.
+    """
+    from PIL import Image, PngImagePlugin
+
+    drawn, raw, about = io.BytesIO(), io.BytesIO(), PngImagePlugin.PngInfo()
+    fig.savefig(drawn, format="png", dpi=100, facecolor="white")
+    image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    about.add_itxt("Description", alt)
+    image.save(raw, format="png", optimize=True, pnginfo=about)
     return raw.getvalue()
 
 
-def _html(image: str, csv: bytes, about: dict) -> str:
+def _html(image: str, csv: bytes, about: dict, moving: str) -> str:
+    film = (
+        f'\n<div class="lowprec-film"><script type="application/json">{moving}</script></div>'
+        if moving
+        else ""
+    )
     badge = f"recorded on {about['hardware']}" if about["hardware"] else "computed on this page"
     link = "data:text/csv;base64," + base64.b64encode(csv).decode()
     runs = ""
@@ -269,7 +308,7 @@ def _html(image: str, csv: bytes, about: dict) -> str:
     return f"""<figure class="lowprec-figure" id="{about["id"]}" style="margin:1em 0">
 <div class="lowprec-scroll" style="overflow-x:auto" tabindex="0">
 {image}
-</div>
+</div>{film}
 <figcaption>{html.escape(about["caption"])}
 <span class="lowprec-badge">{html.escape(badge)}</span>
 <a class="lowprec-data" download="{about["name"]}.csv" href="{link}">data (CSV)</a>{runs}

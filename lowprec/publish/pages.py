@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import html
 import json
 import os
 import re
@@ -351,13 +352,33 @@ def raw_html(markup: str) -> str:
 
 
 def downloads(root: Path, executed) -> dict[Path, str]:
-    """Each page's source and executed notebook, published as they are under downloads/NAME/."""
-    folder, book = root / "book" / "_generated" / "extra" / "downloads", root / "book"
+    """Each page's source and executed notebook, published under downloads/NAME/."""
+    folder, pages = root / "book" / "_generated" / "extra" / "downloads", root / "book" / "executed"
     files = {}
     for name in executed:
-        files[folder / name / "source.ipynb"] = root / "notebooks" / f"{name}.ipynb"
-        files[folder / name / "executed.ipynb"] = book / "executed" / f"{name}.ipynb"
-    return {path: source.read_text() for path, source in files.items()}
+        files[folder / name / "source.ipynb"] = (root / "notebooks" / f"{name}.ipynb").read_text()
+        files[folder / name / "executed.ipynb"] = offered((pages / f"{name}.ipynb").read_text())
+    return files
+
+
+def offered(text: str) -> str:
+    """An executed notebook as it is offered: each figure once, as a picture over its caption.
+
+    The page has the figure in lines and its data, which is half of what the page is.
+    """
+    nb = json.loads(text)
+    for cell in (cell for cell in nb["cells"] if "outputs" in cell):
+        cell["outputs"] = [shown for output in cell["outputs"] for shown in _as_picture(output)]
+    return json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def _as_picture(output: dict) -> list[dict]:
+    data = output.get("data", {})
+    if FIGURE_MIME not in data or "image/png" not in data:
+        return [output]
+    caption = f"<p>{html.escape(data[FIGURE_MIME]['caption'])}</p>"
+    under = {"output_type": "display_data", "metadata": {}, "data": {"text/html": caption}}
+    return [{**output, "data": {k: v for k, v in data.items() if k != "text/html"}}, under]
 
 
 def addresses_of(root: Path, registry: dict[str, Claim]) -> dict[Path, str]:

@@ -1,6 +1,6 @@
 """The alarm of the probe on trial: captures, half of their rows, young models.
 
-What it reads, and its limits, are in `lowprec.diagnose.probe`.
+What it reads, and its limits, are in `lowprec.diagnose.measures`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from lowprec.attention import huggingface
 from lowprec.diagnose import probe
+from lowprec.numerics.policy import CLEAN
 from lowprec.records.files import data_root
 from lowprec.training.data import shards
 
@@ -47,12 +48,12 @@ def young(kind: str, seed: int, steps: int, length: int) -> pd.DataFrame:
     """A model of KINDS trained from random weights and probed on the way, a row a probe and head.
 
     Four layers of four heads, in the Llama two of keys; batches of two sequences of `length` tokens
-    in BF16, attention under SAFE. Probed under FA2 at the start and three times after. Columns of
+    in BF16, attention under CLEAN. Probed under FA2 at the start and three times after. Columns of
     the probe, and model, seed, step and first_rule, whether the rule before today's would ring.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress")  # tqdm would like widgets
-        huggingface.register()
+        huggingface.register(policy=CLEAN)
     torch.manual_seed(seed)
     model, tables = _fresh(kind, length), []
     model.set_attn_implementation("lowprec")

@@ -23,12 +23,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec import UserError, entry
 from lowprec.attention import attention, trace
 from lowprec.attention.reference import oracle
+from lowprec.diagnose.contenders import BACKENDS
 from lowprec.evidence.claims import Measured
 from lowprec.numerics.formats import BF16, round_to, ulp
 from lowprec.records import files, provenance
@@ -36,12 +37,7 @@ from lowprec.studies.additions import output_errors
 from lowprec.training.capture import Capture
 from lowprec.training.rotary import rotate
 
-SDPA = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+SDPA = {{"cudnn": "cuDNN"}.get(name, name): backend for name, backend in BACKENDS.items()}
 PRODUCTION = ("flash", "cuDNN", "efficient", "flex")
 """Kernels that round P for the product with V and read delta from the stored O."""
 POLICIES = {

@@ -25,8 +25,7 @@ from lowprec.evidence.heads import first_take_off
 from lowprec.records.files import data_root
 from lowprec.studies import dated
 from lowprec.studies.stabilised import retrace
-from lowprec.training.capture import Capture
-from lowprec.training.rotary import rotate
+from lowprec.training.capture import Capture, query_gradient
 
 PARAMETERS = dict(draws=24)
 """Those of the page."""
@@ -52,13 +51,6 @@ REMEDIES = {
 }
 """A change to the fields of the policy that it sets; those called centred change the keys, too."""
 RANDOM = ("O drawn anew (control)", "stochastic O")
-
-
-def query_gradient(capture, dq) -> torch.Tensor:
-    """sum_i dQ_i x_i^T over the captured sequences, (H', D, C) float64, with rotary positions
-    undone in dQ; dq: (S, H', T, D)."""
-    dq = rotate(dq.double(), capture.rotation, back=True)
-    return torch.einsum("shtd,stc->hdc", dq, capture.tensors["x"].double())
 
 
 def exact_gradient(capture) -> torch.Tensor:

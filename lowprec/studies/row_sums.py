@@ -13,7 +13,7 @@ captured head what others propose:
 `outside` has what can be done around a kernel of somebody else; it takes half a second a head.
 
 The rule of the prediction, written down before the table was made: on captured failing heads of
-`FA2`, dQ as it is stored has less error with the mean key taken off than with `SAFE`, by a factor
+`FA2`, dQ as it is stored has less error with the mean key taken off than with `CLEAN`, by a factor
 of TIMES or more in the median over heads (`against_safe`).
 """
 
@@ -40,7 +40,7 @@ from lowprec.training.capture import Capture
 PARAMETERS = dict(draws=4)
 """Those of the page: made inputs of each kind."""
 TIMES = 10
-DELTAS = {"o": "FA2", "o_fp32": "SAFE"}
+DELTAS = {"o": "FA2", "o_fp32": "CLEAN"}
 """What delta reads, and what `FA2` with it is called."""
 
 
@@ -159,7 +159,7 @@ def load_captures() -> dict[str, Capture]:
 
 
 def base_of(name: str):
-    """(name, policy) of the run that failed, for a capture of it or of its healthy partner."""
+    """(name, policy) of the run that failed, for a capture of it or of its twin."""
     low = name.rpartition("/")[2].startswith("low")
     return ("LOW", LOW) if low else ("FA2", FA2)
 

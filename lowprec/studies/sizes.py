@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lowprec.attention import trace
-from lowprec.numerics.policy import FA2, SAFE, PrecisionPolicy
+from lowprec.numerics.policy import CLEAN, FA2, PrecisionPolicy
 
 T, D = 64, 32
 """Tokens, and numbers a head, of the inputs that are tried."""
@@ -23,7 +23,7 @@ LOWEST, HIGHEST = -126, 61
 """Exponents: of the smallest normal number, and one above which exact gradients leave FP32."""
 
 
-def lost(patterns, exponents, policy=SAFE, impl="emulate") -> torch.Tensor:
+def lost(patterns, exponents, policy=CLEAN, impl="emulate") -> torch.Tensor:
     """Elements of O, dQ, dK and dV that are not finite BF16 numbers, (sets, 4).
 
     patterns: q, k, v and dO, (T, D) each. exponents: powers of two to multiply them with, a set of
@@ -105,7 +105,7 @@ class Inputs:
         self.equal = [halves, [one, one, one.where(rows > 0, -one), one]]
 
     def drawn(self, draws: int) -> dict[str, np.ndarray]:
-        """Elements that are not finite with `SAFE`, an entry a set of inputs.
+        """Elements that are not finite with `CLEAN`, an entry a set of inputs.
 
         moderate: Gaussian, sizes drawn between 2^-50 and 2^50; corners: those of 2^-50 and 2^50,
         and exact, the same in float64; largest: of O alone, with q and k the largest BF16 numbers.
@@ -123,8 +123,8 @@ class Inputs:
         return {name: np.array(counts) for name, counts in found.items()}
 
     def within(self, sets, patterns) -> int:
-        """Elements that are not finite in all sets of exponents, with `FA2` and with `SAFE`."""
-        return sum(lost(p, sets, policy).sum().item() for policy in (FA2, SAFE) for p in patterns)
+        """Elements that are not finite in all sets of exponents, with `FA2` and with `CLEAN`."""
+        return sum(lost(p, sets, policy).sum().item() for policy in (FA2, CLEAN) for p in patterns)
 
     def stands(self, policy, impl="emulate") -> dict[str, int]:
         """What a policy loses of the `patterns` and of the `equal`.
@@ -147,7 +147,7 @@ class Inputs:
 def reached(patterns) -> list[float]:
     """The largest element of dQ and of dK over its bound, with all four sizes 2^SIDE."""
     inputs = [(x * 2.0**SIDE).bfloat16()[None, None] for x in patterns]
-    t = trace(*inputs, SAFE, scale=1.0, impl="emulate")
+    t = trace(*inputs, CLEAN, scale=1.0, impl="emulate")
     return [x.double().abs().max().item() / (2 * T * D * 8.0**SIDE) for x in (t.dq, t.dk)]
 
 

@@ -401,3 +401,10 @@ class Capture:
         eps[..., rows] = (t.delta_o - t.delta_ref)[..., rows]
         how = dict(scale=self.scale, policy=t.policy, impl="emulate")
         return query_error(q, k, x, eps, self.rotation, **how)
+
+
+def query_gradient(capture, dq) -> torch.Tensor:
+    """sum_i dQ_i x_i^T over the captured sequences, (H', D, C) float64, with rotary positions
+    undone in dQ; dq: (S, H', T, D)."""
+    dq = rotate(dq.double(), capture.rotation, back=True)
+    return torch.einsum("shtd,stc->hdc", dq, capture.tensors["x"].double())

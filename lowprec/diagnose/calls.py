@@ -1,0 +1,314 @@
+"""The calls of attention in a model: which weights made the queries, and a model seen through.
+
+A call is traced back to W_Q by automatic differentiation, from q to what each linear map of the
+layer put out, so that rotary positions, norms of q and fused projections need no special case.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lowprec import UserError
+from lowprec.diagnose import measures
+from lowprec.numerics.policy import FA2, PrecisionPolicy
+from lowprec.training.model import GPT
+
+UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "output_attentions")
+"""Arguments of the registry's functions by which attention is another than is emulated here, or
+that ask for its weights."""
+
+
+class Linears:
+    """What the linear maps of a model read and put out, from one call of attention to the next.
+
+    A context manager: inside, hooks are on all modules of the model.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.inside, self.passed = model, [], {}
+
+    def __enter__(self):
+        self.hooks, self.inside = [], [self.model]
+        for module in self.model.modules():
+            self.hooks.append(module.register_forward_pre_hook(self._enter))
+            self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+        self.inside, self.passed = [], {}
+
+    def _enter(self, module, inputs):
+        self.inside.append(module)
+
+    def _leave(self, module, inputs, output):
+        while self.inside and self.inside.pop() is not module:
+            pass
+        linear = getattr(getattr(module, "weight", None), "ndim", 0) == 2
+        if linear and inputs and torch.is_tensor(output) and inputs[0].is_floating_point():
+            self.passed[module] = inputs[0].detach(), output
+
+    def before(self, q) -> Queries:
+        """The way from q back, to the maps of the innermost module that has called any."""
+        around = [
+            [(m, *self.passed[m]) for m in module.modules() if m in self.passed]
+            for module in reversed(self.inside)
+        ]
+        self.passed = {}
+        return Queries(q, [maps for maps in around if maps])
+
+
+class Queries:
+    """From a dQ to the norms of the gradients that it makes in the weights of q.
+
+    around: (map, x, y) of the linear maps that may have made q, those of the innermost module
+    first. The graph from q back to them must be there when it is called, with a dQ of the first
+    sequences and rows. known: a map to the head of each of its outputs, if that was found before.
+    """
+
+    def __init__(self, q, around, known=None):
+        self.q, self.known = q, {} if known is None else known
+        self.around = [[way for way in maps if way[2].requires_grad] for maps in around]
+        self.maps = self.heads = None
+
+    def __call__(self, dq):
+        """(H,) of all sequences together and (B, H) of each, float64."""
+        if self.maps is None:
+            self._find()
+        count = self.q.shape[1]
+        if not self.maps:
+            each = dq.double().square().sum((2, 3))
+            return each.sum(0).sqrt(), each.sqrt()
+        if self.heads is None:  # a norm over all of q, say: head by head
+            return self._by_head(dq)
+        together = torch.zeros(count, dtype=torch.float64, device=dq.device)
+        each = together.new_zeros(len(dq), count)
+        for (_, x, _), g, head in zip(self.maps, self._back(dq), self.heads, strict=True):
+            own = head >= 0
+            made = self._cut(g, dq)[..., own].mT @ self._cut(x, dq)
+            together.index_add_(0, head[own], made.sum(0).square().sum(1))
+            each.index_add_(1, head[own], made.square().sum(2))
+        return together.sqrt(), each.sqrt()
+
+    @property
+    def of(self) -> str:
+        """What the gradients are of."""
+        if self.maps is None:
+            self._find()
+        return "W_Q" if self.maps else "dQ"
+
+    def _find(self):
+        """Which maps made q, and of which head each of their outputs is; -1 for none."""
+        self.maps = []
+        for maps in self.around if self.q.requires_grad else []:
+            if all(m in self.known for m, *_ in maps):
+                self.maps = [way for way in maps if self.known[way[0]] is not None]
+                self.heads = [self.known[m] for m, *_ in self.maps]
+            else:
+                self._mark(maps)
+            if self.maps:
+                return
+
+    def _mark(self, maps):
+        """Find them by gradients that are not zero: heads are numbered from 1, in binary."""
+        n, d = self.q.shape[1], self.q.shape[3]
+        marks = torch.arange(1, d + 1, device=self.q.device).sin().expand(self.q.shape)
+        self.maps = maps
+        whole = self._back(marks, allow_unused=True)
+        self.maps = [way for way, g in zip(maps, whole, strict=True) if g is not None]
+        whole = [g for g in whole if g is not None]
+        codes = [torch.zeros(g.shape[-1], dtype=torch.long, device=g.device) for g in whole]
+        numbers = torch.arange(1, n + 1, device=self.q.device)
+        for bit in range(n.bit_length() if self.maps else 0):
+            some = (numbers >> bit & 1)[:, None, None]
+            for code, g, part in zip(codes, whole, self._back(marks * some), strict=True):
+                on = part.flatten(0, -2).any(0)
+                if not torch.equal(part, g * on):
+                    return  # an output is of several heads
+                code += on.long() << bit
+        self.heads = [code - 1 for code in codes]
+        self.known.update(dict.fromkeys([m for m, *_ in maps]))
+        self.known.update({m: head for (m, *_), head in zip(self.maps, self.heads, strict=True)})
+
+    def _back(self, dq, allow_unused=False):
+        """The gradient of the output of each map, as the map put it out."""
+        whole = dq
+        if dq.shape != self.q.shape:
+            whole = torch.zeros_like(self.q)
+            whole[: len(dq), :, : dq.shape[2]] = dq
+        outs = [y for _, _, y in self.maps]
+        whole, size = _scaled(whole, self.q.dtype)
+        made = torch.autograd.grad(
+            self.q, outs, whole, retain_graph=True, allow_unused=allow_unused
+        )
+        return made if size == 1 else [g if g is None else g.double() / size for g in made]
+
+    def _cut(self, x, dq):
+        """float64, (sequences, rows, C) of the rows of dq, also where a model puts all rows into
+        one axis."""
+        return x.reshape(len(self.q), -1, x.shape[-1])[: len(dq), : dq.shape[2]].double()
+
+    def _by_head(self, dq):
+        together, each = [], []
+        for h in range(self.q.shape[1]):
+            part = torch.zeros_like(dq)
+            part[:, h] = dq[:, h]
+            total, apart = 0.0, 0.0
+            for (_, x, _), g in zip(self.maps, self._back(part), strict=True):
+                made = self._cut(g, dq).mT @ self._cut(x, dq)
+                total = total + made.sum(0).square().sum()
+                apart = apart + made.square().sum((1, 2))
+            together.append(total)
+            each.append(apart)
+        return torch.stack(together).sqrt(), torch.stack(each, 1).sqrt()
+
+
+def _scaled(x, dtype):
+    """x in a dtype, times a power of two that keeps it from underflowing there, and that power."""
+    if dtype != torch.float16:
+        return x.to(dtype), 1
+    size = 2.0 ** -int(x.abs().max().frexp().exponent)
+    return (size * x).to(dtype), size
+
+
+# A whole model in float32, with attention emulated
+
+
+class _Emulated(torch.autograd.Function):
+    """Attention that reads BF16 and rounds as the policy says, and measures on its way back."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, done):
+        ctx.save_for_backward(q, k, v)
+        ctx.call, ctx.done = call, done
+        given = (x.bfloat16() for x in (q, k, v))
+        o = measures.forward(*given, call.policy, call.scale, call.tile)
+        done()
+        return o.bfloat16().to(q.dtype)  # the dtype of its inputs is what a caller gets
+
+    @staticmethod
+    def backward(ctx, do):
+        full, call = ctx.saved_tensors, ctx.call
+        given = [x.bfloat16() for x in (*full, do)]
+        grads, seen = measures.backward(
+            *given, full[0], full[1], call.policy, call.scale, call.tile, call.layer
+        )
+        call.seen = {name: x.float() if x.dim() == 4 else x for name, x in seen.items()}
+        ctx.done()
+        return *(g.to(x.dtype) for g, x in zip(grads, full, strict=True)), None, None
+
+
+def emulated(model, tokens, policy, done=lambda: None) -> list[measures.Call]:
+    """The calls of one forward and backward in the model's dtype, measured on the way.
+
+    model: a transformers model or a GPT; tokens (B, T). done: called after every call of attention
+    and after every one's backward. Raises `UserError` for what the probe is not for.
+    """
+    calls, linears = [], Linears(model)
+
+    def attend(q, k, v, policy, scale=None, tile=None):
+        call = measures.Call(
+            layer=len(calls), policy=PrecisionPolicy.parse(policy), tile=tile,
+            scale=q.shape[3] ** -0.5 if scale is None else scale, norms=linears.before(q),
+        )  # fmt: skip
+        if call.policy.draws:
+            raise UserError(f"policy {call.policy} draws random bits; the probe takes none that do")
+        calls.append(call)
+        return _Emulated.apply(q, k, v, call, done)
+
+    with linears:
+        loss = (_gpt_loss if isinstance(model, GPT) else _hub_loss)(model, tokens, policy, attend)
+    if not calls:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise UserError(
+            f"no attention was called: {kind} has its own, as Bloom, Falcon, GPT-J and GPT-Neo do; "
+            "the probe is for causal language models whose attention goes through transformers' "
+            "registry"
+        )
+    torch.autograd.grad(loss, calls[0].norms.q, retain_graph=True)
+    return calls
+
+
+def _hub_loss(model, tokens, policy, attend):
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def attention(module, q, k, v, mask, dropout=0.0, scaling=None, is_causal=None, **others):
+        for what in UNLIKE:
+            if others.get(what) is not None and others[what] is not False:
+                raise UserError(f"attention 'lowprec-probe' does not support {what}; leave it out")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if plain_length(mask, causal, q, k) != q.shape[2]:
+            raise UserError(_why_not(model, module, others.get("sliding_window"), q.shape[2]))
+        o = attend(q, k, v, policy or FA2, scaling)
+        return o.transpose(1, 2).contiguous(), None
+
+    before = model.config._attn_implementation
+    AttentionInterface.register("lowprec-probe", attention)
+    AttentionMaskInterface.register("lowprec-probe", sdpa_mask)
+    model.set_attn_implementation("lowprec-probe")
+    try:
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    finally:
+        model.set_attn_implementation(before)
+
+
+def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=None) -> int | str:
+    """How many tokens from the first on attend to all before them and to nothing else, in the first
+    `count` sequences; or why none do. Those of a longer sequence are as if it ended there.
+
+    mask: None, of booleans or floats, (..., T, T) or of tokens (B, T); causal: what is said where
+    that is None or of tokens; window: keys that a query sees; positions (B, T) of packed sequences.
+    """
+    length = q.shape[-2]
+    if length != k.shape[-2]:
+        return "its queries and keys differ in number"
+    if mask is not None and not torch.is_tensor(mask):
+        return f"its mask is a {type(mask).__name__}"
+    if (mask is None or mask.dim() == 2) and not causal:
+        return "it is not causal"
+    ends = [length, window or length]
+    if mask is not None:
+        seen = mask[:count] == 0 if mask.is_floating_point() and mask.dim() > 2 else mask[:count]
+        if mask.dim() > 2:
+            lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+            wrong = (seen.bool() != lower).reshape(-1, length, length).any(0).nonzero()
+            ends.append(int(wrong.amax(1).min()) if len(wrong) else length)
+        else:
+            ends.append(int(seen.bool().int().cumprod(1).sum(1).min()))
+    if positions is not None and positions.dim() == 2:
+        breaks = (positions[:count].diff(dim=1) != 1).any(0).nonzero()
+        ends.append(int(breaks.min()) + 1 if len(breaks) else length)
+    return min(ends) or "its mask hides the first token"
+
+
+def _why_not(model, module, window, length: int) -> str:
+    """Why the probe does not take a call of attention; with the layers of a window."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    some = [str(i) for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    where = f"layers {', '.join(some)} have" if 0 < len(some) < len(kinds) else "the model has"
+    if window and window < length:
+        return (
+            f"{where} a sliding window of {window} tokens, and the sequences have {length}: the "
+            f"probe takes causal attention without a window; with --length {window} and less there "
+            "is none"
+        )
+    return "the probe is for causal attention; this model has another"
+
+
+def _gpt_loss(model, tokens, policy, attend):
+    for block in model.blocks:
+        if policy is None and len(block.groups) > 1:
+            raise UserError("heads of a layer have several policies; give one with --policy")
+
+        def attention(q, k, v, probe=None, seed=0, block=block):
+            return attend(q, k, v, policy or block.groups[0][0], tile=model.config.tile)
+
+        block.attention = attention
+    try:
+        return model(tokens[:, :-1], tokens[:, 1:])
+    finally:
+        for block in model.blocks:
+            del block.attention

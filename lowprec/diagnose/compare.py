@@ -1,0 +1,367 @@
+"""Bug or rounding? Two attention functions on the same inputs, against float64.
+
+The maintainers of FlashAttention accept a kernel that errs at most twice as much as a plain
+attention in the same 16-bit format. `measure` has that ratio for O and each gradient, and what a
+ratio does not show: the sign of the error, and what moving every input by one ulp does to the exact
+result (the tolerance of TTrace, arXiv:2506.09280). `verdict` says it in words.
+
+Functions and inputs, with their shapes: `lowprec.diagnose.contenders`.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy import stats
+
+from lowprec import UserError
+from lowprec.attention.inputs import for_queries
+from lowprec.attention.reference import oracle
+from lowprec.diagnose import drift
+from lowprec.diagnose.contenders import Inputs, plain
+from lowprec.numerics.formats import Format, round_to, ulp
+from lowprec.publish import plots
+from lowprec.publish.labels import row_panels
+
+TIMES, WORST = 2, 4
+"""The rule: this many times the error of a plain attention; and of its worst row, which is more
+noisy."""
+LEAN = 0.5
+"""A sign beyond noise counts as a fault from this share of a plain attention's error on."""
+LEVEL, BLOCKS = 0.05, 16
+"""Of all tests of a sign in a table together, and blocks of rows behind each."""
+ULPS = 1.5
+"""Beyond so many times what one ulp of the inputs does, an error is called magnified."""
+WEAK = 0.1
+"""From this error of a plain attention on, the rule says little."""
+ALIKE = 1.5
+"""Errors within this factor are called alike."""
+OF = ("O", "dQ", "dK", "dV", "δ")
+COLUMNS = {
+    "input": "which q, k, v and dO",
+    "of": "O, a gradient, or δ as dQ shows it",
+    "who": "the function",
+    "error": "norm of the error over the norm of the exact result",
+    "plain": "that of a plain attention in the dtype of q, at least that of storing the exact one",
+    "times": "the one over the other",
+    "worst": "the same for the row with the largest error",
+    "signed": "mean error of a row along its exact direction, of dQ along the mean key of the "
+    "head, of δ as it is; over the root mean square of the exact rows",
+    "half": f"half its 95 % interval, from {BLOCKS} blocks of rows",
+    "p": "of no sign, two-sided, the same blocks",
+    "n": "number of blocks",
+    "ulps": "error over what moving all inputs by one ulp does to the exact result, which is taken "
+    "to be at least what storing it does",
+    "large": f"times above {TIMES}, or worst above {WORST}, or not a number; δ is left out",
+    "clear": "a sign beyond noise, by Bonferroni's correction over the table",
+    "lean": "such a sign, of LEAN times `plain` or more",
+}
+"""The columns of `measure`, in words."""
+
+
+# Measures
+
+
+def run(call: Callable, inputs: Inputs, name: str = "A") -> dict[str, torch.Tensor]:
+    """{O, dQ, dK, dV} of a function in float64; O alone of one that is not differentiable."""
+    leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    shared = dict(enable_gqa=True) if inputs.k.shape[1] < inputs.q.shape[1] else {}
+    how = dict(is_causal=inputs.causal, scale=inputs.scale, **shared)
+    try:
+        o = call(*leaves, **how)
+        if not isinstance(o, torch.Tensor) or o.shape != inputs.q.shape:
+            got = tuple(o.shape) if isinstance(o, torch.Tensor) else type(o).__name__
+            raise UserError(
+                f"{name} must return O of shape {tuple(inputs.q.shape)}, and gives {got}"
+            )
+        gradients = [None] * 3
+        if o.requires_grad:
+            gradients = torch.autograd.grad(o, leaves, inputs.do.to(o), allow_unused=True)
+            gradients = [torch.zeros_like(x) if g is None else g
+                         for g, x in zip(gradients, leaves, strict=True)]  # fmt: skip
+    except UserError as error:
+        raise UserError(f"{error}" if name in str(error) else f"{name}: {error}") from None
+    except Exception as error:  # whatever a user's function raises
+        words = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        given = ", ".join(f"{key}={value}" for key, value in how.items())
+        raise UserError(
+            f"{name} fails on {inputs.name} ({words}); it is called as PyTorch's "
+            f"scaled_dot_product_attention: f(q, k, v, {given})"
+        ) from None
+    found = dict(zip(OF, (o.detach(), *gradients), strict=False))
+    return {of: x.double() for of, x in found.items() if x is not None}
+
+
+class Exact:
+    """The exact attention on some inputs, what a plain one errs there, and what one ulp does.
+
+    draws: how often all inputs are moved by one ulp, up or down at random.
+    """
+
+    def __init__(self, inputs: Inputs, draws: int = 3):
+        self.inputs, self.fmt = inputs, Format.parse(str(inputs.q.dtype).removeprefix("torch."))
+        tensors, how = (inputs.q, inputs.k, inputs.v), (inputs.causal, inputs.scale)
+        t = oracle(*tensors, *how, do=inputs.do)
+        key = for_queries(inputs.k.double(), inputs.q.shape[1])
+        self.mean_key = torch.nn.functional.normalize(key.mean(2, keepdim=True), dim=-1)
+        self.weighted = t.p_bwd @ key
+        self.right = dict(zip(OF, (t.o, t.dq, t.dk, t.dv, self._delta(t.delta)), strict=True))
+        g, moves = torch.Generator().manual_seed(0), []
+        for _ in range(draws):
+            q, k, v, do = (self._moved(x, g) for x in (*tensors, inputs.do))
+            t = oracle(q, k, v, *how, do=do)
+            there = zip(OF, (t.o, t.dq, t.dk, t.dv, self._delta(t.delta)), strict=True)
+            moves.append({of: self._share(of, x - self.right[of]) for of, x in there})
+        stored = {of: self._stored(x) - x for of, x in self.right.items() if of != "δ"}
+        moved = {of: math.sqrt(sum(m[of] ** 2 for m in moves) / draws) for of in OF}
+        self.ulp = {of: max(x, self._share(of, stored[of]) if of in stored else 0)
+                    for of, x in moved.items()}  # fmt: skip
+        errors = self.errors(run(plain, inputs, "a plain attention"))
+        both = [(of, errors[of], stored.get(of, torch.zeros_like(errors[of]))) for of in OF]
+        self.plain = {of: max(self._share(of, a), self._share(of, b)) for of, a, b in both}
+        self.plain_worst = {of: max(self._worst(of, a), self._worst(of, b)) for of, a, b in both}
+
+    def _moved(self, x, g):
+        up = torch.randint(2, x.shape, generator=g).to(x.device) * 2 - 1
+        return x.double() + up * ulp(x.double(), self.fmt)
+
+    def _stored(self, x):
+        return round_to(x.float(), self.fmt).double()
+
+    def _delta(self, delta):
+        """delta, or its error, (B, H, T, 1), times the length of the row's weighted key."""
+        return delta[..., None] * self.weighted.norm(dim=-1, keepdim=True)
+
+    def errors(self, found: dict) -> dict[str, torch.Tensor]:
+        """What `run` found, less the exact; with δ's error as that of dQ shows it: it enters dQ
+        as -scale times the error of δ times the row's weighted key."""
+        errors = {of: x - self.right[of] for of, x in found.items()}
+        if "dQ" in errors:
+            unit = torch.nn.functional.normalize(self.weighted, dim=-1)
+            errors["δ"] = -(errors["dQ"] * unit).sum(-1, keepdim=True) / self.inputs.scale
+        return errors
+
+    def _share(self, of, error) -> float:
+        return (error.norm() / self.right[of].norm()).item()
+
+    def _worst(self, of, error) -> float:
+        return error.norm(dim=-1).max().item()
+
+    def _along(self, of, error) -> np.ndarray:
+        """(T, B H) each row's error along its direction, over the rms of the exact rows."""
+        right = self.right[of]
+        toward = right if of in ("O", "dK", "dV") else self.mean_key
+        if of == "δ":
+            toward = self.weighted.norm(dim=-1, keepdim=True)
+            toward = toward / toward.square().mean().sqrt()
+        else:
+            toward = torch.nn.functional.normalize(toward, dim=-1)
+        size = right.square().sum(-1).mean().sqrt()
+        return ((error * toward).sum(-1) / size).flatten(0, 1).mT.cpu().numpy()
+
+    def rows(self, who: str, found: dict) -> list[dict]:
+        """The rows of `measure` of one function."""
+        rows = []
+        for of, error in self.errors(found).items():
+            along = self._along(of, error).mean(1)
+            n = min(BLOCKS, len(along))
+            mean, se, p = drift.batch_means(along, n) if n > 1 else (along.mean(), math.nan, 1.0)
+            size = self._share(of, error)
+            rows.append(dict(
+                input=self.inputs.name, of=of, who=who, error=size, plain=self.plain[of],
+                times=_over(size, self.plain[of]),
+                worst=_over(self._worst(of, error), self.plain_worst[of]),
+                signed=float(mean), half=float(stats.t.ppf(0.975, max(n - 1, 1)) * se),
+                p=float(p), n=n, ulps=_over(size, self.ulp[of]),
+            ))  # fmt: skip
+        return rows
+
+
+def _over(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) else 0.0 if a == 0 else a / b if b else math.inf
+
+
+def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, twice=True):
+    """How functions err on inputs: a row an input, function and quantity, columns as in COLUMNS.
+
+    functions: who -> call. twice: run each twice; `.attrs["unsteady"]` has (who, input, of,
+    relative difference) of what differs. `.attrs["forward"]` has who gives no gradients.
+    """
+    rows, unsteady, forward = [], [], []
+    for some in inputs:
+        exact = Exact(some, draws)
+        for who, call in functions.items():
+            found = run(call, some, who)
+            rows += exact.rows(who, found)
+            forward += [who] * ("dQ" not in found and who not in forward)
+            again = run(call, some, who) if twice else found
+            unsteady += [
+                (who, some.name, of, exact._share(of, again[of] - x))
+                for of, x in found.items()
+                if not torch.equal(again[of].nan_to_num(), x.nan_to_num())
+            ]
+    table = pd.DataFrame(rows)
+    table.attrs.update(unsteady=unsteady, forward=forward)
+    return judged(table)
+
+
+# In words
+
+
+def judged(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the last three of COLUMNS. δ is no output and has no part in the rule on
+    sizes: its error enters dQ."""
+    within = (table.times <= TIMES) & (table.worst <= WORST)
+    clear = table.p < LEVEL / len(table)
+    lean = clear & (table.signed.abs() >= LEAN * table.plain)
+    return table.assign(large=~within & (table.of != "δ"), clear=clear, lean=lean)
+
+
+def outside(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a table of `measure` that are outside the rule."""
+    return table[table.large | table.lean]
+
+
+def most(table: pd.DataFrame) -> pd.DataFrame:
+    """One row a quantity and function, of the input on which it comes nearest to the limits of its
+    error, or is farthest beyond."""
+    near = table[["times", "worst", "ulps"]] / np.array([TIMES, WORST, ULPS])
+    some = table.assign(place=near.max(axis=1, skipna=False).fillna(math.inf))
+    some = some.sort_values("place", ascending=False).groupby(["of", "who"], sort=False).head(1)
+    order = some.of.map(OF.index) * len(some) + some.who.map(list(table.who.unique()).index)
+    return some.loc[order.sort_values().index].drop(columns="place")
+
+
+def shown(table: pd.DataFrame) -> str:
+    """`most` of a table as aligned text."""
+    lines = [("of", "who", "error", "× plain", "worst row", "signed", "× one ulp", "input")]
+    for row in most(table).itertuples():
+        half = 100 * row.half
+        places = max(0, -math.floor(math.log10(half))) if half > 0 else 1
+        signed = f"{100 * row.signed:+.{places}f} ± {half:.{places}f} %{'*' if row.clear else ' '}"
+        numbers = (f"{x:.2f}" if x < 100 else f"{x:.3g}" for x in (row.times, row.worst, row.ulps))
+        times, worst, ulps = numbers
+        lines.append((row.of, row.who, f"{100 * row.error:.3g} %", times, worst, signed, ulps,
+                      row.input))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = "<<>>>>><"
+    cells = (zip(line, sides, widths, strict=True) for line in lines)
+    text = ("  ".join(f"{cell:{side}{w}}" for cell, side, w in line) for line in cells)
+    note = (
+        f"signed: with half its 95 % interval, n = {table.n.min()} blocks of rows; *: beyond noise"
+    )
+    return "\n".join([*(line.rstrip() for line in text), "", note])
+
+
+def verdict(table: pd.DataFrame, names: dict[str, str] | None = None) -> str:
+    """What a table of `measure` says, a sentence each: of every function, of how they differ, of
+    the yardstick, and of what differs between two runs. names: who -> name."""
+    names = names or {}
+    call = {who: names.get(who, who) for who in table.who.unique()}
+    said = [_of_one(table[table.who == who], name) for who, name in call.items()]
+    said += _between(table, call)
+    weak = table[(table.of != "δ") & (table.plain > WEAK)]
+    if len(weak):
+        row = weak.loc[weak.plain.idxmax()]
+        said.append(
+            f"The yardstick is weak here: a plain attention's {row.of} itself errs by "
+            f"{row.plain:.0%} ({row.input}), so the {TIMES}x rule lets much by."
+        )
+    for who in table.attrs["forward"]:
+        said.append(f"{call[who]} gives no gradients, so only its forward pass was compared.")
+    for who in call:
+        if differs := [entry for entry in table.attrs["unsteady"] if entry[0] == who]:
+            _, where, of, share = max(differs, key=lambda entry: entry[3])
+            said.append(
+                f"{call[who]} is not deterministic: two runs on the same inputs differ, in {of} by "
+                f"{share:.2g} of its norm ({where})."
+            )
+    return "\n".join(said)
+
+
+def _of_one(table, name: str) -> str:
+    bad = outside(table)
+    if len(bad):
+        row = bad.loc[bad.times.fillna(math.inf).idxmax()]
+        if math.isnan(row.times):
+            return f"{name}'s {row.of} has numbers that are not finite ({row.input})."
+        also = [of for of in OF if of in set(bad.of) - {row.of}]
+        parts = [f"{name}'s {row.of} errs {_times(row.times)} as much as a plain attention's"]
+        parts += [f"in its worst row {_times(row.worst)}"] * bool(row.worst > WORST)
+        parts += [f"outside the {TIMES}x rule"] * bool(row.large)
+        parts += [f"likewise {' and '.join(also)}"] * bool(also)
+        if len(signs := bad[bad.clear]):
+            sign = signs.loc[signs.p.idxmin()]
+            toward = " along the mean key" * (sign.of == "dQ")
+            parts.append(
+                f"and {sign.of} has a sign{toward}, {sign.signed:+.2%} ± {sign.half:.2%}, n = "
+                f"{sign.n}"
+            )
+        sure = bad.clear.any() or (bad.ulps > ULPS).any()
+        so = "not rounding alone" if sure else "a bug, or rounding in other places"
+        return f"{', '.join(parts)} ({row.input}): {so}."
+    row = table[table.of != "δ"].sort_values("times").iloc[-1]
+    rule = f"nothing errs more than {_times(row.times)} as much as a plain attention"
+    far = table[(table.of != "δ") & (table.ulps > ULPS)]
+    if len(far):
+        row = far.loc[far.ulps.idxmax()]
+        return (
+            f"{name} is within the {TIMES}x rule, {rule}; but its {row.of} errs "
+            f"{_times(row.ulps)} as much as one ulp of every input makes of it ({row.input}): "
+            "rounding, magnified."
+        )
+    return f"{name} is within rounding: {rule}."
+
+
+def _times(x: float) -> str:
+    return f"{x:,.0f} times" if x >= 10 else f"{x:.1f} times" if x >= 1 else f"{x:.2g} times"
+
+
+def _between(table, call: dict) -> list[str]:
+    """Where two functions err differently, by the quantity in which they do so most, in ulps."""
+    if len(call) != 2:
+        return []
+    a, b = call
+    some = table[table.of != "δ"]
+    wide, ulps = (
+        some.pivot(index=["input", "of"], columns="who", values=column).dropna()
+        for column in ("error", "ulps")
+    )
+    if wide.empty:
+        return []
+    apart = np.log(wide[a] / wide[b]).abs() >= math.log(ALIKE)
+    if not apart.any():
+        return [f"They err alike, within a factor of {ALIKE} everywhere."]
+    where, of = (ulps[a] - ulps[b]).abs()[apart].idxmax()
+    two = wide.loc[(where, of)]
+    more, less = (a, b) if two[a] > two[b] else (b, a)
+    return [
+        f"They differ most in {of} of {where}: {call[more]} errs by {two[more]:.2%} and "
+        f"{call[less]} by {two[less]:.2%}."
+    ]
+
+
+def figure(table: pd.DataFrame, names: dict[str, str] | None = None):
+    """Errors in units of a plain attention's, and of one ulp, a dot an input; returns the
+    matplotlib figure."""
+    names = names or {}
+    told = table[table.of.isin(OF[:4])].copy()
+    told["row"] = [
+        f"{of}, {names.get(who, who)}" for of, who in zip(told.of, told.who, strict=True)
+    ]
+    rows = list(most(told).row)
+    told["row"] = pd.Categorical(told.row, rows)
+    tints = [plots.COLOURS["FA2"], plots.SPARE[0], plots.COLOURS["LOW"]]
+    of_who = dict(zip(told.who.unique(), tints, strict=False))
+    colours = dict(zip(told.row, told.who.map(of_who), strict=True))
+    fig, axes = row_panels(rows, 2)
+    limits = (("times", "error / plain attention's", TIMES), ("ulps", "error / one ulp's", 1))
+    for ax, (x, label, line) in zip(axes, limits, strict=True):
+        some = told.assign(**{x: told[x].clip(lower=1e-3)})
+        plots.draw_dots(ax, some, x=x, row="row", label=label, line=line, log=True, colours=colours)
+    return fig

@@ -1,0 +1,212 @@
+"""What a comparison compares, and on what: attention functions by name, and inputs.
+
+A function is called as PyTorch's scaled_dot_product_attention is, f(q, k, v, is_causal=, scale=),
+with enable_gqa=True where keys have fewer heads than queries. `drawn` makes inputs, `captures` are
+those of `data/captures`, and `read` and `write` keep them in safetensors.
+
+Shapes: q, do (B, H, T, D); k, v (B, H', S, D), where H' divides H, and S = T if causal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from lowprec import UserError
+from lowprec.attention import attention
+from lowprec.attention.inputs import causal_mask, check_inputs, for_queries
+from lowprec.numerics.policy import NAMES, PrecisionPolicy
+from lowprec.records import files
+from lowprec.training.capture import Capture
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What both functions get; see the module for shapes."""
+
+    name: str
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    causal: bool
+    scale: float
+
+    def to(self, device) -> Inputs:
+        moved = (x.to(device) for x in (self.q, self.k, self.v, self.do))
+        return Inputs(self.name, *moved, self.causal, self.scale)
+
+
+# Functions
+
+
+def plain(q, k, v, is_causal=False, scale=None, **_):
+    """Attention in the dtype of q, each step a tensor: what a model in eager mode does."""
+    k, v = (for_queries(x, q.shape[1]) for x in (k, v))
+    seen = causal_mask(q.shape[2], k.shape[2], q.device, is_causal)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return (scale * (q @ k.mT)).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+def of_policy(policy) -> Callable:
+    """The emulation of a policy, with PyTorch's signature."""
+
+    def call(q, k, v, is_causal=False, scale=None, **_):
+        return attention(q, k, v, policy, is_causal, scale, impl="emulate")
+
+    return call
+
+
+def _of_backend(name: str) -> Callable:
+    def call(*args, **how):
+        with sdpa_kernel(BACKENDS[name]):  # only this one: it raises where it cannot run
+            return scaled_dot_product_attention(*args, **how)
+
+    return call
+
+
+def function(text: str, argument: str = "A") -> Callable:
+    """The attention that a text names: a policy, `sdpa` or one of its BACKENDS, `eager`, or
+    `module:function` or `file.py:function` from the working directory.
+
+    Raises `UserError` that names the argument.
+    """
+    if ":" in text and text.partition("+")[0] not in NAMES:
+        return _imported(text, argument)
+    own = {"eager": plain, "sdpa": scaled_dot_product_attention}
+    if text in own or text in BACKENDS:
+        return own.get(text) or _of_backend(text)
+    if text.partition("+")[0].strip() not in NAMES:
+        raise UserError(f"{argument}: there is no attention {text!r}; {_hint(text, own)}")
+    try:
+        return of_policy(PrecisionPolicy.parse(text))
+    except UserError as error:
+        raise UserError(f"{argument}: {error}") from None
+
+
+def _hint(text: str, own) -> str:
+    place, _, name = text.removesuffix(".py").rpartition(".")
+    if Path(f"{place.replace('.', '/')}.py").is_file():
+        return f"did you mean {place}:{name}?"
+    if Path(f"{text.removesuffix('.py')}.py").is_file():
+        return f"name the function in it, as in {text}:attention"
+    names = [*NAMES, *own, *BACKENDS]
+    if close := difflib.get_close_matches(text, names, n=1):
+        return f"did you mean {close[0]}? One of yours is module:function"
+    return f"take one of {', '.join(names)}, or module:function"
+
+
+def _imported(text: str, argument: str) -> Callable:
+    place, _, name = text.rpartition(":")
+    module = place.removesuffix(".py").replace("/", ".").strip(".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever a user's module raises
+        words = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
+        raise UserError(
+            f"{argument}: {place} cannot be imported from {os.getcwd()} ({words})"
+        ) from None
+    finally:
+        sys.path.remove(os.getcwd())
+    call = getattr(found, name, None)
+    if not callable(call):
+        own = [n for n, x in vars(found).items() if inspect.isfunction(x)]
+        has = f"; it has {', '.join(own)}" if own else ""
+        raise UserError(f"{argument}: {place} has no function {name!r}{has}")
+    return call
+
+
+# Inputs
+
+
+def drawn(shape=(1, 4, 256, 64), kv_heads=None, causal=True, seed=0, dtype=torch.bfloat16):
+    """Normal inputs of shape (B, H, T, D): `Inputs`, all keys apart."""
+    g = torch.Generator().manual_seed(seed)
+    heads = (shape[1], kv_heads or shape[1], kv_heads or shape[1], shape[1])
+    tensors = (torch.randn(shape[0], h, *shape[2:], generator=g).to(dtype) for h in heads)
+    return Inputs(f"random, seed {seed}", *tensors, causal, shape[-1] ** -0.5)
+
+
+def captured(capture: Capture) -> Inputs:
+    """What the attention of a capture got."""
+    tensors = (capture.tensors[name] for name in ("q", "k", "v", "do"))
+    return Inputs(capture.path.stem, *tensors, capture.meta["causal"], capture.scale)
+
+
+def captures() -> list[Inputs]:
+    """Those of `data/captures`, which are causal, one head and one sequence each."""
+    return [captured(Capture.load(path)) for path in _paths().values()]
+
+
+def named(name: str) -> Inputs:
+    """A capture of `data/captures` by its name, or by its path; `UserError` where there is none."""
+    paths = _paths()
+    if name not in paths and not Path(name).suffix:
+        close = difflib.get_close_matches(name, paths, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"take one of {', '.join(paths)}"
+        raise UserError(f"there is no capture {name!r}: {hint}")
+    return captured(Capture.load(paths.get(name, name)))
+
+
+def _paths() -> dict[str, Path]:
+    return {p.stem: p for p in sorted((files.data_root() / "captures").glob("**/*.xz"))}
+
+
+def read(path, causal: bool | None = None) -> Inputs:
+    """The inputs of a safetensors file with q, k, v and do, or of a capture.
+
+    Its metadata may have `causal` and `scale`, in JSON: true, 0.125. causal: where it has not.
+    Raises `UserError` naming the file.
+    """
+    path = Path(path)
+    if path.suffix == ".xz":
+        return captured(Capture.load(path))
+    if not path.is_file():
+        raise UserError(f"--on: there is no {path}; take random, captures or a .safetensors file")
+    try:
+        with safe_open(path, "pt") as file:
+            about, names = file.metadata() or {}, list(file.keys())
+            tensors = {n: file.get_tensor(n) for n in ("q", "k", "v", "do") if n in names}
+        causal = bool(json.loads(about.get("causal", json.dumps(bool(causal)))))
+        scale = json.loads(about.get("scale", "null"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"--on: {path} cannot be read as safetensors ({error})") from None
+    if lacking := [n for n in ("q", "k", "v", "do") if n not in tensors]:
+        raise UserError(
+            f"--on: {path} has no tensor {', '.join(lacking)}; it has {', '.join(names)}"
+        )
+    try:
+        scale = check_inputs(*(tensors[n] for n in "qkv"), causal, scale, tensors["do"])
+    except UserError as error:
+        raise UserError(f"--on: {path}: {error}") from None
+    return Inputs(path.stem, *tensors.values(), causal, scale)
+
+
+def write(inputs: Inputs, path) -> None:
+    """Write inputs as `read` reads them, and any reader of safetensors."""
+    tensors = {n: getattr(inputs, n).cpu().contiguous() for n in ("q", "k", "v", "do")}
+    about = dict(causal=inputs.causal, scale=inputs.scale, name=inputs.name, licence="MIT")
+    save_file(tensors, path, {name: json.dumps(value) for name, value in about.items()})

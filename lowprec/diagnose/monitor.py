@@ -1,0 +1,266 @@
+"""Attention watched while a model trains: every so many steps the probe's numbers, head by head.
+
+    monitor = lowprec.Monitor(model, every=50, path="run/monitor.jsonl")
+    for step in range(steps):
+        loss(model, batch(step)).backward()
+        monitor.step()                      # after backward, before the optimizer
+        optimizer.step()
+
+Nothing in the model or the loop changes besides, and the training is bit by bit the one without it:
+in a watched step hooks read what passes (`lowprec.diagnose.watch`), in others there are none. The
+numbers and the limits of the alarm are those of the probe (`lowprec.diagnose.measures`), of a few
+tokens of one batch, so silence proves little and an alarm that stays is worth a probe.
+
+The file has one JSON object a line for each watched step, layer and head, with `COLUMNS`:
+`pandas.read_json(path, lines=True)` is the table. A file that exists is added to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import weakref
+from pathlib import Path
+
+import pandas as pd
+import torch.distributed as dist
+
+from lowprec import UserError
+from lowprec.diagnose import measures
+from lowprec.diagnose.watch import Watch
+from lowprec.records import runs
+
+COLUMNS = {
+    "step": "whose backward was watched, counted from 0",
+    "layer": "the number of the call of attention in a forward, from 0",
+    "head": measures.COLUMNS["head"],
+    "logit": measures.ALSO["logit"],
+    "entropy": measures.ALSO["entropy"],
+    "key_share": measures.COLUMNS["key_share"],
+    "common": measures.COLUMNS["common"],
+    "tied": measures.COLUMNS["tied"],
+    "share": measures.COLUMNS["share"],
+    "share_all": measures.COLUMNS["share_all"],
+    "gradient": "norm of the exact gradient of W_Q, of the loss as it is scaled",
+    "error": "norm of the error that eps makes in it",
+    "error_all": measures.ALSO["error_all"],
+    "of": "what these gradients are of: W_Q, or dQ where no linear map was found that made q",
+    "alarm": measures.COLUMNS["alarm"],
+}
+"""Of a line of the file, in words. Over the ranks of torch.distributed `logit` is the largest, the
+norms are root mean squares, the shares their quotients, and the rest are means."""
+SQUARES = ["gradient", "error", "error_all"]
+MEANS = ["entropy", "key_share", "common", "tied"]
+
+log = logging.getLogger("lowprec.monitor")
+
+
+class Monitor:
+    """Watches the attention of a model that trains.
+
+    model: the module that the loop calls, wrapped in DDP or not. every: steps from one that is
+        watched to the next, from step 0 on.
+    path: of the file, or None. writer: a tensorboard SummaryWriter, or a folder for one.
+    policy: what attention rounds; None for what a call of this package says, else for FA2, with
+        FP16 in place of BF16 where that is the dtype.
+    sequences, length: what is measured of a batch, its first tokens.
+    step: the number of the first step, where a training goes on.
+
+    Attributes: table, of the last watched step; left_out, {layer: why} of calls not measured. An
+    alarm is a warning of the logger "lowprec.monitor", when a head begins to ring.
+    """
+
+    def __init__(
+        self, model, every=50, path=None, *, writer=None, policy=None, sequences=1, length=512,
+        step=0,
+    ):  # fmt: skip
+        for name, value in (("every", every), ("sequences", sequences)):
+            if value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        if length < measures.BLOCKS:
+            raise UserError(f"length={length} must be at least {measures.BLOCKS}")
+        self.model, self.every, self.policy = model, every, policy
+        self.sequences, self.length = sequences, length
+        self.path = None if path is None else Path(path)
+        if self.path and _rank() == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            runs.require_writable(self.path)
+        self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
+        self.table, self.left_out, self.ringing, self.seen = None, {}, set(), False
+        self.known, self.watch = weakref.WeakKeyDictionary(), None
+        self._await(step)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        """Take all hooks away; the file is whole after every step."""
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch = None
+
+    def step(self, step: int | None = None) -> pd.DataFrame | None:
+        """Call it after every step's last backward; the table of a watched step, else None.
+
+        step: its number, where the loop counts otherwise. Every rank of a group calls it. Raises
+        `UserError` if the first watched step shows no attention.
+        """
+        step, watch = self.now if step is None else step, self.watch
+        self.close()
+        table = None if watch is None else self._finish(step, watch)
+        self._await(step + 1, again=watch is not None and table is None)
+        return table
+
+    def callback(self):
+        """A `transformers.TrainerCallback` that does this in a `Trainer`."""
+        try:
+            from transformers import TrainerCallback
+        except ImportError:
+            raise UserError("Monitor.callback needs transformers") from None
+        monitor = self
+
+        class Watching(TrainerCallback):
+            """Steps are the trainer's."""
+
+            def on_train_begin(self, args, state, control, **_):
+                monitor._await(state.global_step)
+
+            def on_pre_optimizer_step(self, args, state, control, **_):
+                monitor.step(state.global_step)
+
+            def on_train_end(self, args, state, control, **_):
+                monitor.close()
+
+        return Watching()
+
+    def _await(self, step: int, again: bool = False):
+        """Watch the step that comes next, if it is one's turn; again: the last one was not seen."""
+        self.close()
+        self.now = step
+        if again or step % self.every == 0:
+            how = dict(policy=self.policy, sequences=self.sequences, length=self.length)
+            self.watch = Watch(self.model, known=self.known, **how)
+
+    def _finish(self, step, watch):
+        self.left_out = dict(watch.left_out)
+        if not self.seen:
+            _require_seen(watch)
+        rows = [
+            dict(layer=layer, head=head, of=of)
+            | {name: columns[name][head].item() for name in columns if name in COLUMNS}
+            for layer, (columns, of) in sorted(watch.found.items())
+            for head in range(len(columns["logit"]))
+        ]
+        rows = _reduced(rows)
+        if rows and not self.seen and watch.left_out:
+            some = "; ".join(f"{layer}: {why}" for layer, why in sorted(watch.left_out.items()))
+            log.warning("layers that are not watched: %s", some)
+        if not rows:
+            return None
+        self.seen = True
+        table = pd.DataFrame(rows).assign(step=step)
+        table["share"] = _quotient(table.error, table.gradient)
+        table["share_all"] = _quotient(table.error_all, table.gradient)
+        table["alarm"] = measures.alarmed(table.share, table.common)
+        self.table = table = table[list(COLUMNS)]
+        if _rank() == 0:
+            self._tell(step, table)
+        return table
+
+    def _tell(self, step, table):
+        ill = table[table.alarm]
+        heads = set(zip(ill.layer, ill["head"], strict=True))
+        if heads - self.ringing:
+            worst = ill.nlargest(1, "error").iloc[0]
+            log.warning(
+                "step %d: ALARM in %d of %d head(s). The largest error: %s. What it means: "
+                "python -m lowprec probe on a checkpoint, and the page Is my model affected?",
+                step, len(ill), len(table), measures.describe(worst),
+            )  # fmt: skip
+        if not all(table[name].map(math.isfinite).all() for name in ("logit", "gradient")):
+            log.warning("step %d: attention has numbers that are not finite", step)
+        self.ringing = heads
+        try:
+            if self.path:
+                lines = [json.dumps(_plain(row)) for row in table.to_dict("records")]
+                with open(self.path, "a") as file:
+                    file.write("\n".join(lines) + "\n")
+            if self.writer is not None:
+                _scalars(self.writer, step, table)
+        except OSError as error:  # a full disk does not end a training
+            log.warning("step %d: cannot write: %s", step, error)
+
+
+def _require_seen(watch):
+    """Raise `UserError` where nothing of the first watched step was measured, saying why."""
+    if watch.found:
+        return
+    if not watch.called:
+        raise UserError(
+            "the monitor saw no forward of its model: give it the module that the training loop "
+            "calls, before the step"
+        )
+    if watch.count == 0:
+        raise UserError(
+            "the monitor saw no attention: it watches lowprec's, transformers' registry and "
+            "torch.nn.functional.scaled_dot_product_attention, called by that name"
+        )
+    if len(watch.left_out) == watch.count:
+        why = ", ".join(dict.fromkeys(watch.left_out.values()))
+        raise UserError(f"the monitor can watch none of {watch.count} calls of attention: {why}")
+    raise UserError("the monitor saw no backward through attention: call step() after backward")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _reduced(rows: list[dict]) -> list[dict]:
+    """The rows of all ranks as one a layer and head."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, rows)
+    table = pd.DataFrame([row for part in parts for row in part])
+    if table.empty:
+        return []
+    table[SQUARES] = table[SQUARES] ** 2
+    by = table.groupby(["layer", "head"], sort=True)
+    merged = by[MEANS + SQUARES].mean().assign(logit=by.logit.max(), of=by.of.first())
+    merged[SQUARES] = merged[SQUARES] ** 0.5
+    return merged.reset_index().to_dict("records")
+
+
+def _quotient(error, whole):
+    return (error / whole).where(error != 0, 0.0)
+
+
+def _plain(row: dict) -> dict:
+    """For JSON: six digits, and null for what is not finite."""
+    return {
+        name: (float(f"{x:.6g}") if math.isfinite(x) else None) if isinstance(x, float) else x
+        for name, x in row.items()
+    }
+
+
+def _writer(folder):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("writer: a folder needs the package tensorboard") from None
+    return SummaryWriter(str(folder)) if _rank() == 0 else None
+
+
+def _scalars(writer, step, table):
+    """By layer, of its heads the largest, of the entropy the smallest; and how many ring."""
+    for layer, some in table.groupby("layer"):
+        for name in ("logit", "share", "share_all", "key_share"):
+            writer.add_scalar(f"attention/{name}/layer_{layer}", some[name].max(), step)
+        writer.add_scalar(f"attention/common/layer_{layer}", some.common.abs().max(), step)
+        writer.add_scalar(f"attention/entropy/layer_{layer}", some.entropy.min(), step)
+    writer.add_scalar("attention/alarms", int(table.alarm.sum()), step)
+    writer.flush()

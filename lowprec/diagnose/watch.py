@@ -1,0 +1,232 @@
+"""The calls of attention of somebody's training step, measured while its backward passes by.
+
+Inside one forward of the model three doors are watched, each for what goes through no inner one:
+the operator of this package (`GPT`, `lowprec.sdpa`), torch.nn.functional's
+scaled_dot_product_attention where it is called by that name, and transformers' registry of
+attention functions (eager, flash, ...). A hook on each call's output sees do, and measures before
+the gradient goes on: then the graph from q back to W_Q is still there. Hooks change no gradient
+and nothing here draws random numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch.library import CustomOpDef
+
+from lowprec import UserError
+from lowprec.attention import operator
+from lowprec.diagnose import measures
+from lowprec.diagnose.calls import Linears, plain_length
+from lowprec.numerics.policy import FA2, PrecisionPolicy
+
+OPERATOR = next(
+    name
+    for name, x in vars(operator).items()
+    if isinstance(x, CustomOpDef) and x._qualname == "lowprec::attention"
+)
+PLAIN = ("q", "k", "v", "probe", "policy", "causal", "scale", "tile", "impl", "seed")
+"""Its arguments without which it is no attention; any other that is set is of a mask or a score."""
+UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "cu_seq_lens_q", "bias",
+          "sinks", "offset")  # fmt: skip
+"""Arguments by which attention is another than is emulated here."""
+
+USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "fp16"))}
+"""What production kernels do, where it is not FA2."""
+
+INSIDE: list[Watch] = []
+"""Those whose forward is under way."""
+REPLACED: list[tuple] = []
+
+
+class Watch:
+    """One forward and backward of a model whose calls of attention are measured.
+
+    found: a call's number to its columns and what its gradients are of; left_out: to the reason.
+    called: whether a forward with gradients was seen. Only the first of them is watched, and of it
+    the first `sequences` and `length` tokens, which a causal model reads as if they were all.
+    Dropout inside attention is left out of what is measured.
+    """
+
+    def __init__(self, model, policy=None, sequences=1, length=512, known=None):
+        self.model = getattr(model, "_orig_mod", model)
+        self.policy = None if policy is None else PrecisionPolicy.parse(policy)
+        self.sequences, self.length = sequences, length
+        self.known = weakref.WeakKeyDictionary() if known is None else known
+        self.found, self.left_out, self.count, self.called = {}, {}, 0, False
+        self.linears = Linears(self.model)
+        self.hooks = [
+            self.model.register_forward_pre_hook(self._begin),
+            self.model.register_forward_hook(self._end, always_call=True),
+        ]
+        # what is compiled calls neither hooks nor doors; off for this forward, if there is any
+        self.eager = torch.compiler.set_stance("force_eager") if _compiled(model) else None
+
+    def stop(self):
+        """Take everything away that was put in; the hooks on outputs stay until their backward."""
+        self._end()
+        self._compile_again()
+        for hook in self.hooks:
+            hook.remove()
+
+    def _compile_again(self):
+        if self.eager is not None:
+            self.eager.__exit__(None, None, None)
+            self.eager = None
+
+    def _begin(self, *_):
+        if self.called or not torch.is_grad_enabled():
+            return
+        self.called = True
+        self.linears.__enter__()
+        _open(self)
+
+    def _end(self, *_):
+        if self in INSIDE:
+            _shut(self)
+            self.linears.__exit__()
+            self._compile_again()
+
+    def saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, turned=False, **how):
+        """A call of attention in the watched forward; turned: o is (B, T, H, D)."""
+        layer, self.count = self.count, self.count + 1
+        own = self.linears.before(q)
+        if not o.requires_grad:
+            self.left_out[layer] = "it has no gradient"
+            return
+        for name in UNLIKE:
+            if how.get(name) is not None and (torch.is_tensor(how[name]) or how[name]):
+                self.left_out[layer] = f"it has {name}"
+                return
+        if q.dim() != 4 or v.shape[-1] != q.shape[-1]:
+            self.left_out[layer] = "its sizes are not those of plain attention"
+            return
+        count = min(self.sequences, len(q))
+        mask, window = _said(mask, causal, q, how)
+        length = plain_length(mask, causal, q, k, window, how.get("position_ids"), count)
+        if isinstance(length, str):
+            self.left_out[layer] = length
+            return
+        part = (slice(count), slice(None), slice(min(length, self.length)))
+        full = [x.detach()[part] for x in (q, k, v)]
+        ours = policy is not None
+        policy = self.policy or PrecisionPolicy.parse(policy or USUAL.get(q.dtype, FA2))
+        if policy.draws:
+            self.left_out[layer] = "its policy draws random bits"
+            return
+        own.known = self.known
+
+        def measure(do):
+            do = do.transpose(1, 2) if turned else do
+            # what a policy governs is read as it is, other attention as in training in 16 bits
+            given = [x if ours else _short(x) for x in (*full, do[part])]
+            call = measures.Call(
+                layer, policy, q.shape[3] ** -0.5 if scale is None else scale, own,
+                *given, full_q=full[0], full_k=full[1], tile=tile,
+            )  # fmt: skip
+            try:
+                self.found[layer] = measures.measure(call), own.of
+            except (UserError, RuntimeError) as error:  # a training goes on whatever is measured
+                self.left_out[layer] = str(error)
+
+        o.register_hook(measure)
+
+
+def _said(mask, causal, q, how):
+    """The mask and the window of a call, from the arguments of this package's operator as well."""
+    window = how.get("sliding_window") or how.get("window")
+    if (dense := how.get("dense")) is not None:
+        every = torch.ones(q.shape[2], dense.shape[-1], dtype=torch.bool, device=q.device)
+        mask = dense & (every.tril() if causal else every)
+    elif (keys := how.get("keys")) is not None:  # the first of each sequence, and their end
+        places = torch.arange(q.shape[2], device=q.device)
+        mask = (places >= keys[:, :1]) & (places < keys[:, 1:])
+    return mask, window
+
+
+def _short(x):
+    return x if x.dtype in (torch.bfloat16, torch.float16) else x.bfloat16()
+
+
+def _compiled(model) -> bool:
+    """Whether torch.compile has taken the model, a part of it, or a method."""
+    return any(
+        hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or any(hasattr(x, "_torchdynamo_orig_callable") for x in vars(module).values())
+        for module in (model, *model.modules())
+    )
+
+
+# Doors: each calls what was there before and tells all watches inside a forward what it saw
+
+
+def _open(watch):
+    if not INSIDE:
+        _replace(F, "scaled_dot_product_attention", _torch)
+        _replace(operator, OPERATOR, _operator)
+        if registry := sys.modules.get("transformers.modeling_utils"):
+            _replace(registry.AttentionInterface, "get_interface", _registry)
+    INSIDE.append(watch)
+
+
+def _shut(watch):
+    INSIDE.remove(watch)
+    while not INSIDE and REPLACED:
+        setattr(*REPLACED.pop())
+
+
+def _replace(where, name, door):
+    REPLACED.append((where, name, getattr(where, name)))
+    setattr(where, name, door(getattr(where, name)))
+
+
+def _torch(original):
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **how):
+        o = original(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        for watch in INSIDE:
+            watch.saw(query, key, value, o, attn_mask, is_causal, how.get("scale"))
+        return o
+
+    return attention
+
+
+def _operator(original):
+    names = list(inspect.signature(original._init_fn).parameters)
+
+    def attention(*given):
+        out = original(*given)
+        call = dict(zip(names, given, strict=True))
+        q, k, v, causal, scale = (call[name] for name in ("q", "k", "v", "causal", "scale"))
+        how = dict(policy=call["policy"], tile=call["tile"] or None)
+        others = {name: call[name] for name in names[len(PLAIN) :]}
+        for watch in INSIDE:
+            watch.saw(q, k, v, out[0], None, causal, scale, **how, **others)
+        return out
+
+    return attention
+
+
+def _registry(original):
+    def get_interface(interface, name, default):
+        function = original(interface, name, default)
+
+        def attention(module, query, key, value, mask, *others, **how):
+            before = {id(watch): watch.count for watch in INSIDE}
+            out = function(module, query, key, value, mask, *others, **how)
+            causal = how.get("is_causal")
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            causal = causal and name != "eager"  # there the mask says it all
+            scale = how.get("scaling", others[1] if len(others) > 1 else None)
+            for watch in INSIDE:
+                if watch.count == before.get(id(watch)):
+                    watch.saw(query, key, value, out[0], mask, causal, scale, turned=True, **how)
+            return out
+
+        return attention
+
+    return get_interface

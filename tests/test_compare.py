@@ -1,0 +1,291 @@
+"""Bug or rounding: planted faults are found, and other roundings are not taken for faults."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn.functional import scaled_dot_product_attention
+
+from lowprec import UserError
+from lowprec.__main__ import main
+from lowprec.attention.reference import oracle
+from lowprec.diagnose import compare, contenders
+from lowprec.studies import planted
+
+OWN = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def same(q, k, v, is_causal=False, scale=None):
+    return sdpa(q, k, v, is_causal=is_causal, scale=scale)
+
+def scaled(q, k, v, is_causal=False, scale=None):
+    return sdpa(q, k, v, is_causal=is_causal, scale=1.01 * scale)
+
+def forward(q, k, v, is_causal=False, scale=None):
+    with torch.no_grad():
+        return sdpa(q, k, v, is_causal=is_causal, scale=scale)
+
+def broken(q, k, v, is_causal=False, scale=None):
+    return sdpa(q, k, v, is_causal=is_causal, scale=scale) * float("nan")
+
+def short(q, k, v, is_causal=False, scale=None):
+    return q[:, :, 1:]
+
+def raises(q, k, v):
+    return q
+
+number = 3
+"""
+ROOT = planted.CHANGES[-1]
+SMALL = ["--shape", "1", "2", "64", "32", "--causal"]
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_attention.py").write_text(OWN)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return contenders.drawn((1, 4, 256, 64), kv_heads=2, seed=3)
+
+
+def one(call, inputs):
+    return compare.measure({"B": call}, [inputs])
+
+
+# Faults and roundings, on random inputs
+
+
+@pytest.mark.parametrize("fault", planted.FAULTS)
+def test_a_planted_fault_is_found(fault, inputs):
+    table = one(planted.call(fault), inputs)
+    assert planted.found(table).all()
+    words = compare.verdict(table)
+    assert ("not deterministic" in words) == (fault == "order")
+    assert ("not rounding alone" in words) == (fault != "order")
+
+
+def test_without_a_fault_nothing_is_found(inputs):
+    table = one(planted.call(), inputs)
+    assert not planted.found(table).any()
+    fa2 = one(contenders.function("FA2"), inputs)
+    assert table.error.to_numpy() == pytest.approx(fa2.error.to_numpy(), rel=0.02)
+
+
+@pytest.mark.parametrize("name", planted.HEALTHY)
+def test_other_roundings_are_no_fault(name, inputs):
+    table = one(contenders.function(name), inputs)
+    assert not planted.found(table).any()
+    assert "within rounding" in compare.verdict(table)
+
+
+def test_each_fault_shows_where_it_is(inputs):
+    def bad(fault):
+        return set(compare.outside(one(planted.call(fault), inputs)).of)
+
+    assert {"O", "dQ", "dK", "dV"} <= bad("mask") and {"O", "dQ", "dK", "dV"} <= bad("padding")
+    assert bad("head") == {"dK"}
+    assert bad("delta") <= {"dQ", "dK", "δ"}
+
+
+def test_a_scale_of_a_third_of_a_percent_is_found_by_its_sign_alone(inputs):
+    def call(q, k, v, is_causal, scale, **how):
+        return scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=1.004 * scale, **how
+        )
+
+    table = one(call, inputs)
+    assert not table.large.any() and table.lean[table.of == "O"].all()
+    assert "has a sign" in compare.verdict(table)
+
+
+# Captured inputs
+
+
+@pytest.fixture(scope="module")
+def captured():
+    some = [contenders.named(name) for name in ("fa2-a-healthy-seed1-1680", "fa2-a-seed1-1680")]
+    calls = {name: contenders.function(name) for name in ("FA2", "CLEAN", ROOT, "sdpa")}
+    return compare.measure(calls, some, twice=False)
+
+
+def test_stored_and_clean_delta_look_alike_on_random_inputs_and_not_on_captured_ones(captured):
+    some = contenders.drawn(seed=3)
+    drawn = compare.measure(
+        {n: contenders.function(n) for n in ("FA2", "CLEAN")}, [some], twice=False
+    )
+    assert planted.dq(drawn, "FA2").item() == pytest.approx(
+        planted.dq(drawn, "CLEAN").item(), rel=0.1
+    )
+    assert (planted.dq(captured, "FA2") > 1.4 * planted.dq(captured, "CLEAN")).all()
+    assert (planted.dq(captured, "FA2") > 3 * planted.dq(captured, ROOT)).all()
+
+
+def test_other_roundings_are_no_fault_on_captured_inputs(captured):
+    assert not planted.found(captured).any()
+
+
+def test_the_verdict_says_that_the_yardstick_is_weak_and_the_rounding_magnified(captured):
+    words = compare.verdict(captured[captured.who.isin(["FA2", ROOT])])
+    assert "The yardstick is weak here" in words and "FA2 is within the 2x rule" in words
+    assert "rounding, magnified" in words and f"{ROOT} is within rounding" in words
+
+
+def test_a_delta_summed_in_bf16_passes_on_random_inputs_and_not_on_captured_ones(inputs):
+    call = planted.call(planted.SUM)
+    assert not planted.found(one(call, inputs)).any()
+    table = one(call, contenders.named("fa2-a-healthy-seed1-1680"))
+    assert set(compare.outside(table).of) == {"dQ"} and "not rounding alone" in compare.verdict(
+        table
+    )
+
+
+def test_a_fault_of_a_percent_in_the_scale_is_found_on_captured_inputs():
+    some = contenders.named("fa2-a-healthy-seed1-1680")
+    assert planted.found(one(planted.call("scale"), some)).all()
+
+
+# Measures
+
+
+def test_an_exact_attention_errs_by_nothing_and_the_plain_one_by_one(inputs):
+    exact = compare.Exact(inputs)
+    t = oracle(inputs.q, inputs.k, inputs.v, inputs.causal, inputs.scale, inputs.do)
+    rows = exact.rows("x", dict(zip(compare.OF, (t.o, t.dq, t.dk, t.dv), strict=False)))
+    assert {row["of"] for row in rows} == set(compare.OF)
+    assert all(row["error"] == row["times"] == row["signed"] == 0 for row in rows)
+    table = one(contenders.plain, inputs)
+    assert table.times.to_numpy() == pytest.approx(1)
+
+
+def test_a_part_of_the_exact_result_is_a_sign_of_its_size(inputs):
+    exact = compare.Exact(inputs)
+    found = {of: 1.01 * x for of, x in exact.right.items() if of != "δ"}
+    rows = {row["of"]: row for row in exact.rows("x", found)}
+    for of in ("O", "dK", "dV"):
+        assert rows[of]["error"] == pytest.approx(0.01)
+        assert 0.005 < rows[of]["signed"] < 0.0101 and rows[of]["p"] < 0.01
+
+
+def test_an_error_of_delta_is_read_off_dq(inputs):
+    exact = compare.Exact(inputs)
+    wrong = -0.01 * inputs.scale * exact.weighted  # what delta + 0.01 makes of dQ
+    errors = exact.errors({"dQ": exact.right["dQ"] + wrong})
+    size = exact.weighted.norm(dim=-1, keepdim=True)
+    assert torch.allclose(errors["δ"], 0.01 * size, rtol=1e-9)
+    row = next(
+        row for row in exact.rows("x", {"dQ": exact.right["dQ"] + wrong}) if row["of"] == "δ"
+    )
+    assert row["signed"] > 0 and row["p"] < 0.01
+
+
+def test_one_ulp_moves_every_number_to_a_neighbour(inputs):
+    exact = compare.Exact(inputs, draws=1)
+    moved = exact._moved(inputs.q, torch.Generator().manual_seed(0))
+    steps = (moved - inputs.q.double()).abs() / compare.ulp(inputs.q.double(), exact.fmt)
+    assert (steps == 1).all()
+    assert all(0.003 < exact.ulp[of] < 0.03 for of in ("O", "dQ", "dK", "dV"))
+
+
+# Functions and inputs
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("FA3", "did you mean FA2"), ("flsh", "did you mean flash"), ("zzz", "take one of"),
+        ("FA2+o=bf1", "o: Unknown number format"), ("nowhere:f", "nowhere cannot be imported"),
+        ("own_attention", "name the function in it"),
+        ("own_attention.same", "did you mean own_attention:same"),
+        ("own_attention:sane", "has no function 'sane'; it has .*same"),
+        ("own_attention:number", "has no function 'number'"),
+    ],
+)  # fmt: skip
+def test_an_attention_that_is_not_there_is_one_sentence(text, words, own):
+    with pytest.raises(UserError, match=f"^B: .*{words}"):
+        contenders.function(text, "B")
+
+
+def test_plain_attention_is_attention():
+    some = contenders.drawn((1, 2, 32, 16), dtype=torch.float32)
+    o = contenders.plain(some.q, some.k, some.v, is_causal=True)
+    right = scaled_dot_product_attention(some.q, some.k, some.v, is_causal=True)
+    assert torch.allclose(o, right, atol=1e-5)
+
+
+def test_inputs_are_kept_in_safetensors_with_torch_alone(tmp_path):
+    some = contenders.named("fa2-b-seed4-1580")
+    contenders.write(some, tmp_path / "x.safetensors")
+    again = contenders.read(tmp_path / "x.safetensors")
+    assert (again.causal, again.scale) == (True, some.scale)
+    for name in ("q", "k", "v", "do"):
+        assert torch.equal(getattr(again, name), getattr(some, name))
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["licence"]) == "MIT"
+
+
+def test_inputs_that_do_not_fit_are_one_sentence(tmp_path):
+    from safetensors.torch import save_file
+
+    def refused(words, **tensors):
+        save_file(tensors, tmp_path / "x.safetensors")
+        with pytest.raises(UserError, match=f"^--on: .*{words}"):
+            contenders.read(tmp_path / "x.safetensors")
+
+    x = torch.zeros(1, 1, 4, 8)
+    refused("has no tensor v, do; it has k, q", q=x, k=x + 1)
+    refused("must be \\(batch, heads", q=x, k=x + 1, v=x[0] + 2, do=x + 3)
+    (tmp_path / "x.safetensors").write_text("no")
+    with pytest.raises(UserError, match="cannot be read as safetensors"):
+        contenders.read(tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="did you mean fa2-seed2-1750"):
+        contenders.named("fa2-seed2-175")
+
+
+# The command
+
+
+def test_the_status_says_whether_both_are_within_the_rule(own, capsys):
+    assert main(["compare", "sdpa", "own_attention:same", *SMALL]) == 0
+    assert "They err alike" in capsys.readouterr().out
+    assert main(["compare", "sdpa", "own_attention.py:broken", *SMALL]) == 1
+    assert "not finite" in capsys.readouterr().out
+    how = ["compare", "FA2", "own_attention:scaled", "--table", "t.csv", "--figure", "f.png"]
+    assert main([*how, "--causal"]) == 1
+    out = capsys.readouterr().out
+    assert max(map(len, out.partition("\n\nA (FA2)")[0].splitlines())) <= 100
+    assert len((own / "t.csv").read_text().splitlines()) == 11
+    assert (own / "f.png").stat().st_size > 5000
+
+
+def test_a_forward_pass_alone_is_compared_and_said(own, capsys):
+    assert main(["compare", "sdpa", "own_attention:forward", *SMALL]) == 0
+    assert "gives no gradients" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sdpa", "own_attention:raises"], "B fails on random.*TypeError.*is_causal"),
+        (["own_attention:short", "sdpa"], "A must return O of shape"),
+        (["sdpa", "math", "--on", "none.safetensors"], "--on: there is no none.safetensors"),
+        (["sdpa", "math", "--kv-heads", "3"], "3 heads of keys"),
+        (["sdpa", "math", "--table", "t.txt"], "must end in .csv"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_the_argument(arguments, words, own, capsys):
+    assert main(["compare", *arguments, "--shape", "1", "2", "64", "32"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(words, error) and error.count("\n") == 1
+
+
+def test_a_capture_is_written_and_compared(own, capsys):
+    assert main(["data", "capture", "fa2-a-seed1-1520", "x.safetensors"]) == 0
+    assert main(["compare", "FA2", "CLEAN", "--on", "x.safetensors"]) == 0
+    assert "rounding, magnified" in capsys.readouterr().out

@@ -1,0 +1,498 @@
+"""The monitor: the probe's numbers in a training that does not notice it."""
+
+import dataclasses
+import json
+import logging
+import math
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowprec
+from lowprec import Monitor, UserError
+from lowprec.attention import huggingface
+from lowprec.diagnose import measures
+from lowprec.diagnose.calls import emulated, plain_length
+from lowprec.diagnose.monitor import COLUMNS
+from lowprec.records import files
+from lowprec.training.capture import Capture
+from lowprec.training.config import PRESETS
+from lowprec.training.model import GPT, autocast
+
+SDPA = F.scaled_dot_product_attention
+CAPTURES = files.data_root() / "captures"
+
+
+@pytest.fixture(scope="module")
+def hub():
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def tiny(**changes):
+    torch.manual_seed(0)
+    return GPT(dataclasses.replace(PRESETS["tiny"].model(), **changes))
+
+
+def llama(hub, implementation="sdpa", **changes):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=300, max_position_embeddings=64, bos_token_id=0, eos_token_id=0)
+    config = hub.LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                             hidden_size=32, intermediate_size=86, **(sizes | changes))  # fmt: skip
+    model = hub.LlamaForCausalLM(config)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def tokens(count=3, length=48, seed=1):
+    return torch.randint(0, 300, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def watched(model, loss, **how):
+    """The table of one step."""
+    with Monitor(model, every=1, **how) as monitor:
+        loss().backward()
+        return monitor.step()
+
+
+def of_hub(model, ids, **inputs):
+    return lambda: model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
+
+
+def train(make, loss, every=None, steps=5, **how):
+    """State, gradients and random state after a few steps of AdamW."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = every and Monitor(model, every, **how)
+    torch.manual_seed(5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        if monitor:
+            monitor.step()
+        optimizer.step()
+    grads = [p.grad for p in model.parameters()]
+    return [*model.state_dict().values(), *grads, torch.get_rng_state()]
+
+
+def gpt_loss(model, step):
+    ids = tokens(length=33, seed=step)
+    with autocast("cpu", True):
+        return model(ids[:, :-1], ids[:, 1:])
+
+
+@pytest.mark.parametrize("kind", ["gpt", "gpt2", "llama"])
+def test_a_training_does_not_notice_it(hub, kind):
+    """Weights, gradients and random numbers bit by bit, with dropout where the model has any."""
+
+    def make():
+        torch.manual_seed(0)
+        if kind == "gpt":
+            return tiny(policy="FA2")
+        if kind == "llama":
+            return llama(hub)
+        config = hub.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=300, n_positions=64)
+        return hub.GPT2LMHeadModel(config)  # dropout of 0.1 in four places
+
+    def loss(model, step):
+        return gpt_loss(model, step) if kind == "gpt" else of_hub(model, tokens(seed=step))()
+
+    seen = [train(make, loss, every) for every in (None, 1, 2)]
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+def test_the_values_are_those_of_the_probe_on_the_same_batch(hub):
+    """Where the model's attention is what the probe puts in its place."""
+
+    def attention(module, q, k, v, mask, dropout=0.0, scaling=None, **_):
+        given = (x.bfloat16() for x in (q, k, v))
+        o = lowprec.sdpa(*given, is_causal=True, scale=scaling, enable_gqa=True, policy="FA2")
+        return o.to(q.dtype).transpose(1, 2), None
+
+    hub.AttentionInterface.register("as-probed", attention)
+    model, ids = llama(hub, "as-probed"), tokens(3)
+    table = watched(model, of_hub(model, ids), sequences=3)
+    probed = measures.table(emulated(model, ids, "FA2"), "")
+    assert table.tied.equals(probed.tied)
+    for name in ("share", "share_all", "error"):  # here dQ goes back through numbers in BF16
+        assert table[name].to_numpy() == pytest.approx(probed[name].to_numpy(), rel=0.01), name
+    for name in ("common", "key_share"):  # the probe reads these before BF16
+        assert table[name].to_numpy() == pytest.approx(probed[name].to_numpy(), rel=0.02, abs=1e-4)
+    assert table[["layer", "head"]].equals(probed[["layer", "head"]])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "lowprec"])
+def test_every_door_of_a_hub_model_shows_the_same(hub, implementation):
+    huggingface.register(policy="ALL_FP32")
+    model, ids = llama(hub, implementation), tokens(3)
+    table = watched(model, of_hub(model, ids), sequences=3, policy="FA2")
+    probed = measures.table(emulated(model, ids, "FA2"), "")
+    assert (table["of"] == "W_Q").all() and len(table) == 8
+    exact = (probed.error / probed.share).to_numpy()
+    assert table.gradient.to_numpy() == pytest.approx(exact, rel=0.05)
+    # attention is not rounded here, so in the layers before other numbers are
+    assert (0.3 < table.share / probed.share).all() and (table.share / probed.share < 3).all()
+
+
+def test_logit_and_entropy():
+    model, ids = tiny(policy="ALL_FP32"), tokens(2, 33)
+    table = watched(model, lambda: model(ids[:, :-1], ids[:, 1:]), sequences=2)
+    block, x = model.blocks[0], model.placed(model.token(ids[:, :-1]))
+    q, k, _ = block.heads(block.norm_attn(x))
+    s = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~torch.ones(32, 32).tril().bool(), -math.inf)
+    p = s.double().softmax(-1)
+    entropy = torch.special.entr(p).sum(-1)[..., 1:].mean((0, 2))
+    of = table[table.layer == 0]
+    assert of.logit.to_numpy() == pytest.approx(s.amax((0, 2, 3)).tolist(), rel=1e-5)
+    assert of.entropy.to_numpy() == pytest.approx(entropy.tolist(), rel=1e-5)
+
+
+class Plain(nn.Module):
+    """A layer of somebody else's, who calls PyTorch's function."""
+
+    def __init__(self, width=32, heads=2, causal=True):
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        split = (t.transpose(1, 2) for t in parts)
+        o = F.scaled_dot_product_attention(*split, is_causal=self.causal)
+        return x + self.out(o.transpose(1, 2).flatten(2))
+
+
+def test_a_layer_that_calls_torch_is_watched_down_to_its_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(Plain(), nn.Linear(32, 32), nn.GELU(), Plain())
+    x = torch.randn(2, 40, 32)
+    table = watched(model, lambda: model(x).square().sum(), sequences=2)
+    grads = [layer.qkv.weight.grad[:32].view(2, -1) for layer in (model[0], model[3])]
+    exact = torch.cat([g.norm(dim=1) for g in grads])
+    assert table.gradient.to_numpy() == pytest.approx(exact.tolist(), rel=0.02)
+    assert (table["of"] == "W_Q").all()
+
+
+def test_without_a_linear_map_the_gradient_is_dq():
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(32, 2, batch_first=True), torch.randn(1, 24, 32)
+    mask = nn.Transformer.generate_square_subsequent_mask(24)
+    table = watched(
+        layer, lambda: layer(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0].sum()
+    )
+    assert (table["of"] == "dQ").all() and (table.gradient > 0).all()
+
+
+class Layer(nn.Module):
+    """The layer of a capture."""
+
+    def __init__(self, capture):
+        super().__init__()
+        self.policy, self.scale, self.maps = capture.policy, capture.scale, nn.ModuleList()
+        for name in ("w_q", "w_k", "w_v"):
+            weight = capture.tensors[name].flatten(0, 1)
+            self.maps.append(nn.Linear(*weight.mT.shape, bias=False, dtype=weight.dtype))
+            self.maps[-1].weight.data.copy_(weight)
+
+    def forward(self, x):
+        q, k, v = (m(x)[:, None] for m in self.maps)
+        return lowprec.sdpa(q, k, v, is_causal=True, scale=self.scale, policy=self.policy)
+
+
+@pytest.mark.parametrize(
+    "name,rings",
+    [("fa2-b-seed4-1580", True), ("low-c-seed6-1230", True), ("low-c-healthy-seed6-1230", False)],
+)
+def test_it_rings_in_a_captured_layer_that_fails_and_not_in_its_twin(name, rings, caplog):
+    capture = Capture.load(CAPTURES / f"{name}.xz")
+    layer, x, do = Layer(capture), capture.tensors["x"], capture.tensors["do"]
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        table = watched(layer, lambda: (layer(x) * do).sum(), length=x.shape[1])
+    assert table.alarm.tolist() == [rings]
+    said = "ALARM in 1 of 1 head(s). The largest error: in layer 0, head 0"
+    assert (said in caplog.text) == rings
+    probed = lowprec.probe(capture, policy=capture.policy)
+    assert probed.alarm.tolist() == [rings]
+    assert table.common[0] == pytest.approx(probed.common[0], rel=0.05)
+
+
+def planted(model):
+    """A common part of keys and of queries: see `test_affected`."""
+    with torch.no_grad():
+        bias = model.transformer.h[1].attn.c_attn.bias
+        bias[16:32] += 0.5
+        bias[48:64] += 64.0
+    return model
+
+
+def test_the_file_has_a_line_a_step_and_head_and_an_alarm_is_said_once(hub, tmp_path, caplog):
+    torch.manual_seed(0)
+    config = hub.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=300, n_positions=64)
+    model, path = planted(hub.GPT2LMHeadModel(config).eval()), tmp_path / "run" / "monitor.jsonl"
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        monitor = Monitor(model, every=2, path=path, sequences=3)
+        for step in range(4):
+            of_hub(model, tokens(seed=step))().backward()
+            assert (monitor.step() is None) == bool(step % 2)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) or (
+                step % 2
+            ), "in a step that is not watched there is no hook"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(x["step"], x["layer"], x["head"]) for x in lines] == [
+        (step, layer, head) for step in (0, 2) for layer in (0, 1) for head in (0, 1)
+    ]
+    assert all(list(x) == list(COLUMNS) for x in lines)
+    assert [x["alarm"] for x in lines] == [False, False, False, True] * 2
+    assert caplog.text.count("ALARM in 1 of 4") == 1 and "layer 1, head 1" in caplog.text
+    table = pd.read_json(path, lines=True)
+    kinds = {name: table[name].dtype.kind for name in table}
+    assert kinds.pop("of") in "OTU" and kinds.pop("alarm") == "b"
+    assert {name for name, kind in kinds.items() if kind == "i"} >= {"step", "layer", "head"}
+    assert ((table.share >= measures.SHARE) & (table.common.abs() >= 10)).equals(table.alarm)
+    goes_on = Monitor(model, every=2, path=path, step=4)
+    of_hub(model, tokens())().backward()
+    goes_on.step()
+    assert pd.read_json(path, lines=True).step.tolist()[-4:] == [4] * 4
+
+
+def test_numbers_that_are_not_finite_are_null_and_end_no_training(tmp_path, caplog):
+    model, path = tiny(), tmp_path / "m.jsonl"
+    monitor = Monitor(model, every=1, path=path)
+    gpt_loss(model, 0).backward()
+    monitor.step()
+    with torch.no_grad():
+        model.blocks[1].qkv.weight[0, 0] = float("nan")
+    gpt_loss(model, 1).backward()
+    monitor.step()
+    assert "not finite" in " ".join([*monitor.left_out.values(), caplog.text])
+    assert "NaN" not in path.read_text()
+
+
+def test_of_a_longer_sequence_the_beginning_is_what_the_whole_is_of_a_short_one():
+    model, ids = tiny(), tokens(2, 49)
+    table = watched(model, lambda: model(ids[:, :-1], ids[:, 1:]), length=32)
+    whole = watched(model, lambda: model(ids[:, :-1], ids[:, 1:]), length=48)
+    short = watched(model, lambda: model(ids[:, :32], ids[:, 1:33]))
+    assert table.logit.to_numpy() == pytest.approx(short.logit.to_numpy())
+    assert table.entropy.to_numpy() == pytest.approx(short.entropy.to_numpy())
+    assert (table.gradient != whole.gradient).all()
+
+
+def square(rows):
+    return torch.tensor(rows, dtype=torch.bool)[None, None]
+
+
+LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    "mask,causal,how,expected",
+    [
+        (None, True, {}, 4),
+        (None, False, {}, "it is not causal"),
+        (LOWER[None, None], False, {}, 4),
+        (torch.zeros(1, 1, 4, 4).masked_fill(~LOWER, -1e9), False, {}, 4),
+        (LOWER[None, None] & torch.tensor([True, True, True, False]), False, {}, 3),
+        (LOWER[None, None] & torch.tensor([False, True, True, True]), False, {}, "its mask hides"),
+        (LOWER[None, None] & ~LOWER.tril(-3)[None, None], False, {}, 3),
+        (square([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]), False, {}, 2),
+        (torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), True, {}, 3),
+        (torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), True, dict(count=1), 4),
+        (None, True, dict(window=3), 3),
+        (None, True, dict(positions=torch.tensor([[0, 1, 0, 1]])), 2),
+        ("block mask", True, {}, "its mask is a str"),
+    ],
+)  # fmt: skip
+def test_how_far_a_call_is_plain_causal_attention(mask, causal, how, expected):
+    """Padding on the right, windows, packed documents: to where they begin to show."""
+    q = torch.zeros(2, 1, 4, 8)
+    found = plain_length(mask, causal, q, q, **how)
+    assert found == expected or isinstance(expected, str) and found.startswith(expected)
+
+
+def test_a_batch_padded_on_the_right_is_measured_up_to_its_padding(hub):
+    model, ids = llama(hub), tokens(2, 48)
+    mask = torch.ones_like(ids)
+    mask[0, 30:] = 0
+    table = watched(model, of_hub(model, ids, attention_mask=mask))
+    alone = watched(model, of_hub(model, ids[:1, :30]))
+    assert table.logit.to_numpy() == pytest.approx(alone.logit.to_numpy())
+    with pytest.raises(UserError, match="none of 2 calls of attention: its mask hides the first"):
+        watched(model, of_hub(model, ids, attention_mask=mask.flip(1)))
+
+
+def test_the_first_micro_batch_of_a_step_is_watched_and_no_pass_without_gradients():
+    model = tiny()
+    alone = watched(model, lambda: gpt_loss(model, 0))
+    monitor = Monitor(model, every=2)
+    with torch.no_grad():
+        gpt_loss(model, 7)
+    for seed in (0, 1, 2):
+        gpt_loss(model, seed).backward()
+    pd.testing.assert_frame_equal(monitor.step(), alone)
+
+
+def test_checkpointed_layers_have_the_same_numbers(hub):
+    model, ids = llama(hub).train(), tokens()
+    plain = watched(model, of_hub(model, ids))
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    pd.testing.assert_frame_equal(watched(model, of_hub(model, ids)), plain)
+
+
+def test_a_compiled_model_is_watched_and_compiled_again_after_it():
+    torch.manual_seed(0)
+    model, x = Plain(), torch.randn(2, 40, 32)
+    plain, calls = watched(model, lambda: model(x).square().sum()), []
+
+    def backend(graph, _):
+        return lambda *inputs: calls.append(1) or graph(*inputs)
+
+    compiled = torch.compile(model, backend=backend)
+    monitor = Monitor(compiled, every=2)
+    for _ in range(2):
+        compiled(x).square().sum().backward()
+        table = monitor.step()
+        if table is not None:
+            pd.testing.assert_frame_equal(table, plain)
+            assert not calls, "the watched step is eager"
+    assert calls
+
+
+class Scalars(list):
+    def add_scalar(self, name, value, step):
+        self.append((name, value, step))
+
+    def flush(self):
+        pass
+
+
+def test_a_writer_gets_the_worst_head_of_each_layer():
+    model, writer = tiny(), Scalars()
+    table = watched(model, lambda: gpt_loss(model, 0), writer=writer)
+    scalars = {name: value for name, value, step in writer if step == 0}
+    assert scalars["attention/share/layer_1"] == table.share[table.layer == 1].max()
+    assert scalars["attention/entropy/layer_0"] == table.entropy[table.layer == 0].min()
+    assert scalars["attention/alarms"] == 0 and len(scalars) == 13
+
+
+def test_a_folder_of_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    model = tiny()
+    watched(model, lambda: gpt_loss(model, 0), writer=tmp_path / "board")
+    assert next((tmp_path / "board").glob("events*")).stat().st_size > 100
+
+
+def test_a_trainer_calls_it(hub, tmp_path):
+    pytest.importorskip("accelerate")
+    model = llama(hub)
+    monitor = Monitor(model, every=3, path=tmp_path / "m.jsonl")
+    rows = [dict(input_ids=ids, labels=ids) for ids in tokens(32)]
+    arguments = hub.TrainingArguments(
+        tmp_path / "out", max_steps=5, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    hub.Trainer(model, arguments, train_dataset=rows, callbacks=[monitor.callback()]).train()
+    assert sorted(set(pd.read_json(tmp_path / "m.jsonl", lines=True).step)) == [0, 3]
+    assert monitor.watch is None, "closed with the training"
+
+
+def test_the_callback_counts_as_the_trainer_does(hub):
+    model = llama(hub)
+    monitor = Monitor(model, every=10)
+    callback, state = monitor.callback(), hub.TrainerState(global_step=19)
+    callback.on_train_begin(None, state, None)
+    for step in (19, 20):
+        state.global_step = step
+        of_hub(model, tokens())().backward()
+        callback.on_pre_optimizer_step(None, state, None)
+    assert set(monitor.table.step) == {20}
+    callback.on_train_end(None, state, None)
+    assert monitor.watch is None
+
+
+def ranked(rank, folder):
+    """One of two processes that train together."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(tiny())
+    with Monitor(model, every=2, path=folder / "monitor.jsonl") as monitor:
+        for step in range(3):
+            gpt_loss(model, 2 * step + rank).backward()
+            table = monitor.step()
+            if table is not None:
+                table.to_json(folder / f"rank{rank}-{step}.json")
+            model.zero_grad()
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_write_one_file_of_both(tmp_path):
+    torch.multiprocessing.spawn(ranked, (tmp_path,), nprocs=2)
+    table, model = pd.read_json(tmp_path / "monitor.jsonl", lines=True), tiny()
+    assert len(table) == 8 and set(table.step) == {0, 2}
+    each = [watched(model, lambda seed=seed: gpt_loss(model, seed)) for seed in (0, 1)]
+    first = table[table.step == 0].reset_index()
+    for name in ("entropy", "common", "key_share"):
+        mean = (each[0][name] + each[1][name]) / 2
+        assert first[name].to_numpy() == pytest.approx(mean.to_numpy(), rel=1e-4)
+    largest = each[0].logit.combine(each[1].logit, max)
+    assert first.logit.to_numpy() == pytest.approx(largest, rel=1e-5)
+    norms = [((a**2 + b**2) / 2) ** 0.5 for a, b in
+             ((each[0][n], each[1][n]) for n in ("error", "gradient"))]  # fmt: skip
+    assert first.share.to_numpy() == pytest.approx((norms[0] / norms[1]).to_numpy(), rel=1e-4)
+    ranks = [pd.read_json(tmp_path / f"rank{rank}-2.json") for rank in (0, 1)]
+    pd.testing.assert_frame_equal(*ranks)
+
+
+class Own(nn.Linear):
+    """Attention of its own, which calls nothing that is watched."""
+
+    def forward(self, x):
+        q = super().forward(x)
+        return (q @ x.mT).softmax(-1) @ x
+
+
+def test_what_cannot_be_watched_is_said_at_the_first_step(tmp_path):
+    x, plain = torch.randn(2, 20, 32), Plain(causal=False)
+    for model, run, words in (
+        (Own(32, 32), lambda m: m(x).sum(), "saw no attention: it watches"),
+        (plain, lambda m: m(x).sum(), "none of 1 calls of attention: it is not causal"),
+        (Plain(), lambda m: Plain()(x).sum(), "saw no forward of its model"),
+    ):
+        with pytest.raises(UserError, match=words):
+            watched(model, lambda model=model, run=run: run(model))
+    monitor = Monitor(Plain(), every=1)
+    monitor.model(x)
+    with pytest.raises(UserError, match="call step\\(\\) after backward"):
+        monitor.step()
+    for how, words in ((dict(every=0), "every=0"), (dict(length=4), "length=4"),
+                       (dict(path=tmp_path), "cannot write")):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            Monitor(plain, **how)
+    assert F.scaled_dot_product_attention is SDPA
+
+
+def test_a_norm_over_all_heads_goes_head_by_head(hub):
+    """OLMo 2 has one: an output of W_Q is of all heads."""
+    torch.manual_seed(0)
+    config = hub.Olmo2Config(
+        num_hidden_layers=1, num_attention_heads=2, hidden_size=32, intermediate_size=64,
+        vocab_size=300, pad_token_id=0,
+    )  # fmt: skip
+    model, ids = hub.Olmo2ForCausalLM(config), tokens(2)
+    table = watched(model, of_hub(model, ids), sequences=2)
+    call = emulated(model, ids, "FA2")[0]
+    whole, _ = call.norms(call.seen["dq"])
+    apart, ((_, x, out),) = [], call.norms.maps
+    for head in range(2):
+        dq = torch.zeros_like(call.seen["dq"])
+        dq[:, head] = call.seen["dq"][:, head]
+        g = torch.autograd.grad(call.norms.q, out, dq, retain_graph=True)[0]
+        apart.append(torch.einsum("btd,btc->dc", g, x).norm().item())
+    assert whole.tolist() == pytest.approx(apart, rel=1e-4) and call.norms.heads is None
+    assert table.gradient.to_numpy() == pytest.approx(apart, rel=0.02)
