@@ -44,6 +44,7 @@ CONVERTED = [
     "the_alarm_tested",
     "guilty_rounding",
     "sixteen_bits_outside_attention",
+    "moments_that_cannot_forget",
     "two_attentions",
     "in_the_training_loop",
     "laboratory/what_ran",
