@@ -70,6 +70,10 @@ def sdpa(
     if attn_mask is not None and is_causal:
         raise UserError("give attn_mask or is_causal, not both")
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    if not query.dtype == key.dtype == value.dtype:
+        raise UserError(
+            f"query, key, value must share a dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
+        )
     draws, alike = _known(policy, query.dtype)
     if draws:
         raise UserError(
