@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from lowprec import sdpa
+from lowprec import UserError, sdpa
 from lowprec.attention import drop_in, operator
 from lowprec.attention.masks import Mask, Scores
 
@@ -208,6 +208,18 @@ def test_masks_without_a_gradient_hide_the_same(mask):
             sdpa(*tensors(), mask, policy="ALL_FP32", impl=i) for i in ("auto", "emulate")
         )
     torch.testing.assert_close(fast, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_in_scores_without_a_gradient():
+    bias = numbers(L)
+    with torch.no_grad():
+        fast, ours = (
+            sdpa(*tensors(), scores=Scores(bias=bias), policy="ALL_FP32", impl=i)
+            for i in ("auto", "emulate")
+        )
+        torch.testing.assert_close(fast, ours, rtol=1e-5, atol=1e-5)
+        with pytest.raises(UserError, match="broadcast"):
+            sdpa(*tensors(), scores=Scores(bias=numbers(L + 1, L)), policy="ALL_FP32")
 
 
 def test_autocast_decides_before_pytorch_is_asked(monkeypatch):

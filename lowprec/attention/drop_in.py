@@ -128,7 +128,7 @@ _known._dynamo_marked_constant = True
 
 def _stock(query, key, value, mask, scores, dropout_p) -> dict | None:
     """Arguments of PyTorch's function, if it may stand in: a forward pass alone, plain scores."""
-    bias = None if scores is None else scores.bias
+    bias = None if scores is None else scores.lowered(query, key).bias
     given = [t for t in (query, key, value, bias) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return None
