@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from lowprec import UserError, sdpa
@@ -150,6 +151,37 @@ def on_doubles(*leaves, attn_mask=None, **how):
         attn_mask = attn_mask.double()
     leaves = [t.double() for t in leaves]
     return F.scaled_dot_product_attention(*leaves, attn_mask=attn_mask, **how)
+
+
+def test_a_bias_that_drowns_a_row_is_as_in_a_flash_kernel():
+    """What the page says of it: L keeps m and loses log l, so each weight of that row is 1."""
+    bias = torch.zeros(1, 1, L, L)
+    bias[..., 3, :] = -1e9
+
+    def gradients(function, dtype=torch.float32, **how):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors()]
+        o = function(*leaves, attn_mask=bias.to(dtype), **how)
+        return torch.autograd.grad(o, leaves, torch.ones_like(o) * numbers(D).to(dtype))
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = gradients(F.scaled_dot_product_attention)
+    exact = gradients(sdpa, torch.float64)
+    for a, b, c in zip(gradients(sdpa, policy="ALL_FP32"), theirs, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert (a - c).norm() > 0.1 * c.norm()
+
+
+def test_derivatives_that_there_are_not():
+    q, k, v = (t.requires_grad_() for t in tensors())
+    (dq,) = torch.autograd.grad(sdpa(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: sdpa(x, k, v).sum())(q.detach())
+    o = sdpa(q, k, v)
+    o.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace"):
+        o.sum().backward()
 
 
 # Without a gradient

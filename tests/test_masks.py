@@ -149,8 +149,7 @@ def test_a_sink_takes_its_share_of_the_row_sum():
 
 @pytest.mark.parametrize("which", [{}, dict(softcap=1), dict(softcap=1, sinks=1, bias=1)], ids=str)
 def test_refined_mends_delta_also_under_a_cap(which):
-    """With O in BF16 all of the error is delta's, and row sums have it. In the gradients of bias and
-    sinks as well."""
+    """With O in BF16 all of the error is delta's, and row sums have it: for bias and sinks, too."""
     leaves, parts, do = leaves_of(which, dtype=torch.float32)
     given = [x.detach() for x in leaves[:3]]
     parts = {name: x if name == "softcap" else x.detach() for name, x in parts.items()}
