@@ -25,6 +25,12 @@ HEAD_DIMS = (16, 32, 64, 128)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LONGEST = 2**30
 """A tile that holds any row."""
+MODES = {
+    "l_from": ("p_unnorm", "p_rounded", "p_both"),
+    "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "dp"),
+    "row_sum": ("as_rounded", "removed", "refined"),
+}
+"""What the kernels do of `policy.CHOICES`, to which a fork may add."""
 NATIVE = not isinstance(fwd.attention_fwd_kernel, InterpretedFunction)
 """False under TRITON_INTERPRET=1, where the kernels run on CPU tensors."""
 
@@ -51,6 +57,12 @@ def check_supported(policy: PrecisionPolicy, tile: int | None = None) -> None:
     """Raise `UserError`, naming the field, for what the kernels do not honour."""
     for name in SITES:
         site_code(policy, name)
+    for name, modes in MODES.items():
+        if getattr(policy, name) not in modes:
+            raise UserError(
+                f"the Triton kernels do not honour policy field {name}={getattr(policy, name)}; "
+                "use impl='emulate'"
+            )
     if tile is not None and (tile < 16 or tile & (tile - 1)):
         raise UserError(
             f"tile={tile}: a rounding block in the Triton kernels is 16, 32, 64 ... keys (a power "
