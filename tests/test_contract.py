@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from lowprec import sdpa
+from lowprec import UserError, sdpa
 from lowprec.attention import drop_in, operator
 from lowprec.attention.masks import Mask, Scores
 
@@ -152,6 +153,37 @@ def on_doubles(*leaves, attn_mask=None, **how):
     return F.scaled_dot_product_attention(*leaves, attn_mask=attn_mask, **how)
 
 
+def test_a_bias_that_drowns_a_row_is_as_in_a_flash_kernel():
+    """What the page says of it: L keeps m and loses log l, so each weight of that row is 1."""
+    bias = torch.zeros(1, 1, L, L)
+    bias[..., 3, :] = -1e9
+
+    def gradients(function, dtype=torch.float32, **how):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors()]
+        o = function(*leaves, attn_mask=bias.to(dtype), **how)
+        return torch.autograd.grad(o, leaves, torch.ones_like(o) * numbers(D).to(dtype))
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = gradients(F.scaled_dot_product_attention)
+    exact = gradients(sdpa, torch.float64)
+    for a, b, c in zip(gradients(sdpa, policy="ALL_FP32"), theirs, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert (a - c).norm() > 0.1 * c.norm()
+
+
+def test_derivatives_that_there_are_not():
+    q, k, v = (t.requires_grad_() for t in tensors())
+    (dq,) = torch.autograd.grad(sdpa(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: sdpa(x, k, v).sum())(q.detach())
+    o = sdpa(q, k, v)
+    o.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace"):
+        o.sum().backward()
+
+
 # Without a gradient
 
 
@@ -208,6 +240,18 @@ def test_masks_without_a_gradient_hide_the_same(mask):
             sdpa(*tensors(), mask, policy="ALL_FP32", impl=i) for i in ("auto", "emulate")
         )
     torch.testing.assert_close(fast, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_in_scores_without_a_gradient():
+    bias = numbers(L)
+    with torch.no_grad():
+        fast, ours = (
+            sdpa(*tensors(), scores=Scores(bias=bias), policy="ALL_FP32", impl=i)
+            for i in ("auto", "emulate")
+        )
+        torch.testing.assert_close(fast, ours, rtol=1e-5, atol=1e-5)
+        with pytest.raises(UserError, match="broadcast"):
+            sdpa(*tensors(), scores=Scores(bias=numbers(L + 1, L)), policy="ALL_FP32")
 
 
 def test_autocast_decides_before_pytorch_is_asked(monkeypatch):

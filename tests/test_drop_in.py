@@ -116,6 +116,13 @@ def test_what_is_not_supported_is_named(change, words):
     assert all(word in str(error.value) for word in words)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_dtypes_must_be_alike(grad):
+    q, k, v = qkv(1, 2, 8, 16)
+    with torch.set_grad_enabled(grad), pytest.raises(UserError, match="float32, torch.bfloat16"):
+        sdpa(q, k.bfloat16(), v, policy="ALL_FP32")
+
+
 def test_shapes_that_are_refused():
     with pytest.raises(UserError, match="multiple of the heads"):
         sdpa(*qkv(1, 3, 8, 16, heads=2), enable_gqa=True)

@@ -254,6 +254,28 @@ def test_a_learned_position_bias():
     assert all(apart(*pair) < 5e-6 for pair in zip(ours, theirs, strict=True))
 
 
+def test_an_encoder_with_padding_and_cross_attention():
+    huggingface.register("exact", "ALL_FP32", "emulate")
+    sides = {
+        f"{side}_{name}": n
+        for side in ("encoder", "decoder")
+        for name, n in dict(layers=2, attention_heads=4, ffn_dim=48).items()
+    }
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, max_position_embeddings=64, dropout=0.0, **sides
+    )
+    torch.manual_seed(0)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 9:] = 0
+    how = dict(attention_mask=mask, decoder_input_ids=tokens(2, 7, seed=2))
+    ours = run(model, "exact", ids, **how)
+    assert huggingface.check(model, "exact") == 6
+    for stock in ("eager", "sdpa"):
+        theirs = run(model, stock, ids, **how)
+        assert all(apart(*pair) < 5e-6 for pair in zip(ours, theirs, strict=True))
+
+
 # Models that the registry does not reach
 
 

@@ -70,6 +70,10 @@ def sdpa(
     if attn_mask is not None and is_causal:
         raise UserError("give attn_mask or is_causal, not both")
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    if not query.dtype == key.dtype == value.dtype:
+        raise UserError(
+            f"query, key, value must share a dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
+        )
     draws, alike = _known(policy, query.dtype)
     if draws:
         raise UserError(
@@ -124,7 +128,7 @@ _known._dynamo_marked_constant = True
 
 def _stock(query, key, value, mask, scores, dropout_p) -> dict | None:
     """Arguments of PyTorch's function, if it may stand in: a forward pass alone, plain scores."""
-    bias = None if scores is None else scores.bias
+    bias = None if scores is None else scores.lowered(query, key).bias
     given = [t for t in (query, key, value, bias) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return None

@@ -299,19 +299,22 @@ def _backward(t, q, k, v, do, policy, rnd, tile, how, dropped):
         keys = slice(start, start + tile)
         dq = _accumulate("dq_acc", dq, t.ds[..., keys] @ k[:, :, keys], rnd, 2 * j)
     t.row_sum = (raw if how.softcap else t.ds).sum(-1)  # zero in exact arithmetic
-    if how.bias is not None:
-        t.dbias = (rnd("ds", raw) if how.softcap else t.ds).sum_to_size(how.bias.shape)
     if how.sinks is not None:
-        of_sink = -(how.sinks.float()[:, None] - t.lse).exp() * t.delta
-        t.row_sum, t.dsinks = t.row_sum + of_sink, of_sink.sum((0, 2))
-    t.ds_dk = t.ds
+        of_sink = -(how.sinks.float()[:, None] - t.lse).exp()
+        t.row_sum = t.row_sum + of_sink * t.delta
+    t.ds_dk, delta = t.ds, t.delta
     if policy.row_sum == "removed":
         mean_key = (k / k.shape[2]).sum(2, keepdim=True)  # in this order no finite key overflows
         dq = dq - t.row_sum[..., None] * mean_key
     elif policy.row_sum == "refined":
-        slope = t.slope if how.softcap else 1.0
+        slope, delta = t.slope if how.softcap else 1.0, t.delta + t.row_sum
         dq = dq - t.row_sum[..., None] * ((slope * t.p_bwd) @ k)
-        t.ds_dk = rnd("ds", slope * (p * (t.dp - (t.delta + t.row_sum)[..., None])))
+        raw = p * (t.dp - delta[..., None])
+        t.ds_dk = rnd("ds", slope * raw)
+    if how.bias is not None:
+        t.dbias = (rnd("ds", raw) if how.softcap else t.ds_dk).sum_to_size(how.bias.shape)
+    if how.sinks is not None:
+        t.dsinks = (of_sink * delta).sum((0, 2))
     t.dq = how.scale * dq
 
 
