@@ -44,6 +44,7 @@ CONVERTED = [
     "guilty_rounding",
     "sixteen_bits_outside_attention",
     "two_attentions",
+    "moments_that_cannot_forget",
     "laboratory/what_ran",
     "laboratory/which_heads",
     "laboratory/rivals",
