@@ -45,6 +45,7 @@ CONVERTED = [
     "sixteen_bits_outside_attention",
     "two_attentions",
     "moments_that_cannot_forget",
+    "bits_or_bias",
     "laboratory/what_ran",
     "laboratory/which_heads",
     "laboratory/rivals",
