@@ -74,6 +74,11 @@ def test_the_sharpness_is_the_largest_rise_in_the_box():
     assert bits.sharpness(logits, targets, 0.0).abs().max() < 1e-5
 
 
+def test_smaller_takes_the_mean_and_no_bit():
+    x = patterns(100)
+    assert torch.equal(bits.cut(x, 2, "smaller").nan_to_num(), (x / bits.factor(2)).nan_to_num())
+
+
 SMALL = dataclasses.replace(bits.TASKS["images"], steps=40, hidden=16, seeds=2)
 
 

@@ -1,9 +1,10 @@
-"""Bits, or bias? Significand bits taken from every operand of a training's products, in four ways.
+"""Bits, or bias? Significand bits taken from every operand of a training's products.
 
     mask        the lower bits become zero: every number is cut toward zero
     centred     the same, times a constant that makes the mean change zero
     nearest     to nearest, ties to even
     random      stochastic: right on average, with twice the variance of nearest
+    smaller     none is taken, but every number is divided by that constant: the bias alone
 
 Cutting to m bits makes a number smaller by a share of 2^-(m+1) / (2 ln 2) on average, if digits are
 spread as over many magnitudes and m is not small: with 1 bit it is 0.88 of that. Its root mean
@@ -79,6 +80,8 @@ def cut(x, bits: int | None, how: str, generator=None):
     """
     if bits is None:
         return x
+    if how == "smaller":
+        return x / factor(bits)
     drop = 23 - bits
     pattern = x.contiguous().view(torch.int32)
     if how == "nearest":
