@@ -11,6 +11,8 @@ from lowprec import UserError
 
 def data(argv: list[str]) -> None:
     """Build a corpus's token shards (data prepare CORPUS), or write a capture's q, k, v and dO."""
+    from typing import Literal
+
     import tyro
 
     from lowprec.training.data.shards import build
@@ -21,6 +23,7 @@ def data(argv: list[str]) -> None:
         vocab_dir: Path | None = None,
         processes: int | None = None,
         tokens: int | None = None,
+        vocabulary: Literal["gpt2", "bytes"] = "gpt2",
     ):
         """Build the token shards of a corpus; they do not depend on the number of processes.
 
@@ -30,8 +33,9 @@ def data(argv: list[str]) -> None:
             vocab_dir: a folder with GPT-2's encoder.json and vocab.bpe, else they are downloaded.
             processes: how many tokenise side by side, by default one a core.
             tokens: where to stop, by default 200 million of fineweb and openwebtext, all of a path.
+            vocabulary: of text other than pysource; bytes needs no files and no network.
         """
-        build(corpus, out, vocab_dir, processes, tokens)
+        build(corpus, out, vocab_dir, processes, tokens, vocabulary)
 
     def capture(name: tyro.conf.Positional[str], file: tyro.conf.Positional[Path]):
         """Write q, k, v and dO of a capture into a safetensors file, with causal and scale.

@@ -16,8 +16,10 @@ import torch
 from conftest import family
 
 from lowprec.attention import kernels
+from lowprec.attention.inputs import for_queries, of_keys
 from lowprec.attention.kernels import launch
-from lowprec.attention.reference import emulate, for_queries, of_keys, oracle
+from lowprec.attention.masks import Scores
+from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.agreement import U, flip, forward_bounds, of_weight, step, sum_noise
 from lowprec.numerics.formats import Format
 from lowprec.numerics.policy import SITES, PrecisionPolicy
@@ -61,22 +63,26 @@ def shared(inputs, heads):
     return q, k[:, :heads], v[:, :heads], do
 
 
-def run(q, k, v, do, policy, tile=None, causal=True, scale=None, seed=0):
+def run(q, k, v, do, policy, tile=None, causal=True, scale=None, seed=0, mask=None, bias=None):
     """Everything that forward and backward return; o is as the policy stores it."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    how = dict(mask=mask, bias=bias)
     out, o, o_fp32, lse, ties = kernels.forward(
-        q, k, v, policy, causal, scale, tile, seed, stored=True, shadow=True, ties=True
+        q, k, v, policy, causal, scale, tile, seed, stored=True, shadow=True, ties=True, **how
     )
     assert torch.equal(out.nan_to_num(7), o.to(q.dtype).nan_to_num(7))
     names = ("dq", "dk", "dv", "delta", "delta_o", "delta_ref", "sums")
     grads = kernels.backward(
-        do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile, seed, probe=True
+        do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile, seed, probe=True, **how
     )
     named = dict(zip(names, grads, strict=True))
     return SimpleNamespace(o=o, o_fp32=o_fp32, lse=lse, ties=ties, **named)
 
 
-def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=0, by_row=False):
+def beyond_bounds(
+    got, inputs, policy, tile=None, causal=True, scale=None, seed=0, by_row=False, mask=None,
+    bias=None,
+):  # fmt: skip
     """What of `got` does not agree with the emulation of this policy, in words.
 
     by_row: in a gradient as many elements may lie beyond noise as `reached` expects. Captured rows
@@ -88,8 +94,9 @@ def beyond_bounds(got, inputs, policy, tile=None, causal=True, scale=None, seed=
     """
     q, k, v, do = inputs
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    t = emulate(q, k, v, policy, tile, do, causal, scale, seed)
-    exact = oracle(q, k, v, causal, scale, do=do)
+    how = dict(mask=mask, scores=Scores(bias=bias))
+    t = emulate(q, k, v, policy, tile, do, causal, scale, seed, **how)
+    exact = oracle(q, k, v, causal, scale, do=do, **how)
     noise, flipped = (bounds(t, *inputs, policy, tile, scale, flips) for flips in (False, True))
     rows = (t.l >= 2.0**-126 / U) & ((got.lse > 1e29) == (t.lse > 1e29))
     group = q.shape[1] // k.shape[1]

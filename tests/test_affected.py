@@ -262,6 +262,15 @@ def test_a_mistake_is_one_sentence(hub, tmp_path, name, words):
         affected.probe(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["nothing", "nothing.json", "nothing.xz"])
+def test_a_missing_path_is_named_as_it_was_typed(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"^there is no (capture )?{name}\b"):
+        affected.probe(name)
+    with pytest.raises(UserError, match="there is no .*/data/captures/fa2.xz; that folder has fa2"):
+        affected.probe("data/captures/fa2.xz")  # a folder of the repository alone
+
+
 def test_a_run_folder_is_told_from_a_model(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(UserError, match="is a run; give its checkpoint.pt"):

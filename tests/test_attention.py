@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowprec import UserError
 from lowprec.attention import PROBE_COLUMNS, attention
 from lowprec.attention.drop_in import sdpa
-from lowprec.attention.operator import _flash_backward, resolve_impl
+from lowprec.attention.operator import resolve_impl
+from lowprec.attention.ops import flash_backward
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW
 
@@ -121,7 +122,7 @@ def test_the_backward_of_pytorch_is_called_as_a_gpu_wants_it():
     with FakeTensorMode():
         rows = dict(device="cuda", dtype=torch.bfloat16)
         inputs = [torch.empty(1, 64, 2, 64, **rows).transpose(1, 2) for _ in range(5)]
-        for grad in _flash_backward(*inputs, causal=True, scale=0.1):
+        for grad in flash_backward(*inputs, causal=True, scale=0.1):
             assert grad.shape == (1, 2, 64, 64) and grad.device.type == "cuda"
 
 

@@ -147,6 +147,13 @@ def test_how_a_run_went_says_whether_it_exploded(tmp_path):
         assert re.fullmatch(r"done in \d+ s" + end, campaign.outcome(job, tmp_path / "no.log"))
 
 
+def test_a_run_that_cannot_be_read_failed_and_the_others_are_told(tmp_path):
+    (tmp_path / "low-seed0").mkdir()
+    (tmp_path / "low-seed0" / "run.json").write_text("{")
+    how = campaign.outcome(campaign.Job("low", None, tmp_path / "low-seed0"), tmp_path / "no.log")
+    assert how.startswith("failed (low-seed0/run.json is damaged; restore it from a copy, or move")
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 import lowprec
 from lowprec import UserError
@@ -96,14 +97,16 @@ def test_autocast_casts_as_pytorch_does():
 @pytest.mark.parametrize(
     "change,words",
     [
-        (dict(dropout_p=0.1), ("dropout_p=0.1", "attn_pdrop")),
+        (dict(dropout_p=1.1), ("dropout_p=1.1", "from 0 to 1")),
         (dict(policy="FA2+o=bf16:stochastic"), ("random bits", "lowprec.attention")),
         (dict(policy="SAVE"), ("SAVE", "SAFE")),
-        (dict(attn_mask=torch.ones(16, 16, dtype=torch.bool).triu()), ("attn_mask", "right")),
-        (dict(attn_mask=torch.full((16, 16), 0.5)), ("attn_mask",)),
-        (dict(attn_mask=torch.full((16, 16), -1.0).triu(1)), ("attn_mask",)),
+        (dict(attn_mask=torch.ones(16, dtype=torch.bool)), ("attn_mask", "(16,)", "2 dimensions")),
+        (dict(attn_mask=torch.ones(2, 1, 16, 16)), ("attn_mask", "(2, 1, 16, 16)", "broadcast")),
+        (dict(attn_mask=torch.ones(1, 1, 1, 16, 16)), ("attn_mask", "broadcast")),
+        (dict(attn_mask=torch.ones(16, 16).half()), ("attn_mask", "torch.float16")),
+        (dict(attn_mask=causal_lower_right(8, 16)), ("attn_mask", "(8, 16)", "(16, 16)")),
+        (dict(attn_mask=[[True]]), ("attn_mask", "list")),
         (dict(attn_mask=torch.ones(16, 16, dtype=torch.bool), is_causal=True), ("not both",)),
-        (dict(attn_mask=torch.zeros(16, 16, requires_grad=True)), ("attn_mask", "no gradient")),
         (dict(attn_mask=torch.ones(16, 16, dtype=torch.int64)), ("attn_mask", "booleans")),
     ],
 )
@@ -116,15 +119,10 @@ def test_what_is_not_supported_is_named(change, words):
 def test_shapes_that_are_refused():
     with pytest.raises(UserError, match="multiple of the heads"):
         sdpa(*qkv(1, 3, 8, 16, heads=2), enable_gqa=True)
-    with pytest.raises(UserError, match="as many queries as keys"):
-        sdpa(*qkv(1, 2, 16, 16, keys=8), is_causal=True)
     with pytest.raises(UserError, match="seqlen, head_dim"):
         sdpa(*(torch.ones(4) for _ in range(3)))
     with pytest.raises(UserError, match="multiple of the heads"):
         sdpa(torch.ones(1, 3, 8, 16), *2 * [torch.ones(1, 0, 8, 16)], enable_gqa=True)
-    with pytest.raises(UserError, match="attn_mask"):  # its first rows see no key
-        mask = torch.ones(16, 8, dtype=torch.bool).tril(-8)
-        sdpa(*qkv(1, 2, 16, 16, keys=8), mask)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_leading_dimensions_must_be_alike(q, k):
         sdpa(torch.ones(q), torch.ones(k), torch.ones(k))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dtypes_that_are_refused(dtype, autocast):
     inputs = [torch.ones(1, 2, 8, 16, dtype=dtype) for _ in range(3)]
@@ -147,7 +145,10 @@ def test_dtypes_that_are_refused(dtype, autocast):
 def test_float64_is_for_the_oracle():
     inputs = qkv(1, 2, 8, 16, dtype=torch.float64)
     wanted = F.scaled_dot_product_attention(*inputs)
-    torch.testing.assert_close(sdpa(*inputs, impl="oracle"), wanted, rtol=1e-12, atol=1e-12)
+    for impl in ("oracle", "auto"):
+        torch.testing.assert_close(sdpa(*inputs, impl=impl), wanted, rtol=1e-12, atol=1e-12)
+    with pytest.raises(UserError, match="torch.float64"):
+        sdpa(*inputs, impl="emulate")
 
 
 def test_the_name_loads_torch_only_when_asked():
@@ -270,16 +271,6 @@ def test_padding(model):
     mask = torch.ones_like(tokens)
     model.set_attn_implementation("exact")
     assert torch.equal(model(tokens, attention_mask=mask).logits, model(tokens).logits)
-    mask[0, :3] = 0
-    with pytest.raises(UserError, match="attn_mask"):
-        model(tokens, attention_mask=mask)
-
-
-def test_what_the_registry_may_ask_is_refused():
-    hub_model("gpt2")
-    forward = __import__("transformers").AttentionInterface()[huggingface.register("other")]
-    with pytest.raises(UserError, match="'other' does not support softcap"):
-        forward(None, *qkv(1, 2, 8, 16), None, softcap=30.0)
 
 
 def test_the_page_runs(tmp_path, monkeypatch):
@@ -287,10 +278,10 @@ def test_the_page_runs(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     page = (ROOT / "book" / "take_it_home.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     names = {}
     for block in blocks:
         exec(block, names)
     assert names["q"].grad.isfinite().all() and names["loss"].isfinite()
-    assert names["exact"].dtype == torch.float32
+    assert names["exact"].dtype == torch.float32 and names["capped"].shape == names["q"].shape
     assert (tmp_path / "run" / "monitor.jsonl").read_text().count("\n") == 8

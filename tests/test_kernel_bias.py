@@ -129,9 +129,10 @@ def test_every_site_of_a_linear_quantity_is_there():
 def with_blocks(monkeypatch, bm, bn):
     blocks = launch.blocks
 
-    def other(kernel, d, n, tile, dtype):
-        sizes, options = blocks(kernel, d, n, tile, dtype)
-        return sizes | dict(bm=bm, bn=bn, even=n % bm == n % bn == 0), options
+    def other(kernel, d, lengths, tile, dtype):
+        sizes, options = blocks(kernel, d, lengths, tile, dtype)
+        even = lengths[0] % bm == lengths[1] % bn == 0
+        return sizes | dict(bm=bm, bn=bn, even=even), options
 
     monkeypatch.setattr(launch, "blocks", other)
 

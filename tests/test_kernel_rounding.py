@@ -23,7 +23,7 @@ from conftest import family
 from kernel_checks import DEVICES, inputs_on, run
 
 from lowprec.attention import attention
-from lowprec.attention.kernels import launch, rounding
+from lowprec.attention.kernels import launch, rounding, views
 from lowprec.attention.kernels.rounding import dot, round_site, site_code
 from lowprec.numerics.agreement import sum_noise
 from lowprec.numerics.formats import ROUNDINGS, Format, keyed_bits, round_to
@@ -137,6 +137,7 @@ COMPILE = """
 import json, re, subprocess, sys, tempfile, torch, triton
 from triton.backends.compiler import GPUTarget
 from lowprec.attention.kernels import launch, rounding
+from lowprec.attention.masks import Mask
 from lowprec.numerics.policy import PrecisionPolicy
 
 class Hopper:
@@ -171,8 +172,16 @@ p = PrecisionPolicy.parse(job["policy"])
 tile, scale, probe = (job[name] for name in ("tile", "scale", "probe"))
 q = torch.zeros(2, 3, job["n"], job["head_dim"], dtype=getattr(torch, job["dtype"]))
 k = q[:, : job["heads"]]
-_, o, o_fp32, lse, ties = launch.forward(q, k, k, p, True, scale, tile, 0, True, True, probe)
-launch.backward(q, q, k, k, o, o_fp32, lse, ties, p, True, scale, tile, 0, probe)
+parts = dict(causal=True)
+if job["mask"] == "window":  # behind a cache, with padding
+    k = torch.cat([k, k], 2)
+    parts |= dict(offset=job["n"], window=128, keys=torch.tensor([[0, 99], [5, 200]]))
+elif job["mask"] == "dense":
+    parts = dict(dense=torch.ones(2, 1, job["n"], job["n"], dtype=torch.bool))
+bias = torch.zeros(1, 3, 1, job["n"], dtype=q.dtype) if job["mask"] == "bias" else None
+how = dict(mask=Mask(**parts), bias=bias)
+out = launch.forward(q, k, k, p, True, scale, tile, 0, True, True, probe, **how)
+launch.backward(q, q, k, k, *out[1:], p, True, scale, tile, 0, probe, **how)
 print(json.dumps(rows))
 """
 COUNT = {
@@ -225,22 +234,46 @@ NATIVE = [
 ]
 
 
-@pytest.mark.parametrize("policy,tile,d,how", NATIVE)
-def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
-    """Matmuls are the tensor cores', none in TF32. No product and sum are fused but those that the
-    source names: one for each probability whose score is FP32 or scaled by a power of two. The
-    forward's machine code has more, inside division and log. Row sums of ds are products of eight
-    columns, for which wgmma is too wide."""
-    job = dict(n=1024, head_dim=d, scale=d**-0.5, dtype="bfloat16", probe=True, heads=3) | how
-    job |= dict(policy=policy, tile=tile, count=COUNT)
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+def compiled(policy, tile, d, cache, **how):
+    """(job, a row a kernel) of the kernels of a launch."""
+    job = dict(n=1024, head_dim=d, scale=d**-0.5, dtype="bfloat16", probe=True, heads=3, mask=None)
+    job |= dict(policy=policy, tile=tile, count=COUNT) | how
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], input=json.dumps(job),
         text=True, capture_output=True, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads(done.stdout)
+    return job, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "policy,tile,mask",
+    [
+        ("SAFE", None, "window"),
+        *(pytest.param(policy, tile, mask, marks=pytest.mark.slow)
+          for policy, tile, mask in [
+              ("LOW", 64, "window"), ("SAFE", None, "dense"), ("SAFE", 128, "dense"),
+              ("SAFE", None, "bias"), ("RELEASED", 512, "bias"),
+          ]),
+    ],
+)  # fmt: skip
+def test_masks_compile_to_sm_90(policy, tile, mask, tmp_path):
+    _, rows = compiled(policy, tile, 64, tmp_path, mask=mask, probe=False)
+    assert len(rows) == 3
+    for row in rows:
+        assert row["sm_90"] == 1 and row["HGMMA"] == row["wgmma"] > 0 and row["tf32"] == 0, row
+        assert row["may fuse"] == 0, row
+
+
+@pytest.mark.parametrize("policy,tile,d,how", NATIVE)
+def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
+    """Matmuls are the tensor cores', none in TF32. No product and sum are fused but those that the
+    source names: one for each probability whose score is FP32 or scaled by a power of two. The
+    forward's machine code has more, inside division and log. Row sums of ds are products of eight
+    columns, for which wgmma is too wide."""
+    job, rows = compiled(policy, tile, d, tmp_path, **how)
     summed = "row_sum=" in policy
     assert len(rows) == 3 + ("row_sum=removed" in policy)
     fused = job["scale"] == 0.125 or PrecisionPolicy.parse(policy).s.is_fp32
@@ -263,11 +296,13 @@ def test_every_entry_of_the_block_table_is_used(d, monkeypatch):
     for name, (bm, bn, warps, *_) in launch.HARDWARE["sm_90"][d].items():
         kernel, _, tile = name.partition(" ")
         tile = int(tile) if tile.isdigit() else 256 if tile else 0
-        sizes, options = launch.blocks(kernel, d, 4096, tile, torch.bfloat16)
+        sizes, options = launch.blocks(kernel, d, (4096, 4096), tile, torch.bfloat16)
         assert (sizes["bm"], sizes["bn"], options["num_warps"]) == (bm, bn, warps), name
 
 
-@pytest.mark.parametrize("module", [launch.fwd, launch.bwd, rounding], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [launch.fwd, launch.bwd, rounding, views], ids=lambda m: m.__name__
+)
 def test_no_kernel_function_takes_more_than_20_arguments(module):
     """Site codes that travel one by one are easily swapped, and then another site is rounded."""
     functions = [f for f in ast.walk(ast.parse(inspect.getsource(module)))

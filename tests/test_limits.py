@@ -41,6 +41,7 @@ CONVERTED = [
     "what_else_helps",
     "is_flash_attention_stable",
     "do_weights_drift_apart",
+    "the_alarm_tested",
     "guilty_rounding",
     "sixteen_bits_outside_attention",
     "two_attentions",

@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import family
 
-from lowprec.attention.reference import causal_mask, emulate, oracle
+from lowprec.attention.inputs import causal_mask
+from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW
 from lowprec.records.files import data_root
 from lowprec.studies import dated, row_sums

@@ -165,6 +165,15 @@ def test_an_empty_table_is_no_run_s(folder):
             read()
 
 
+def test_probes_without_rows_are_those_of_a_run_that_goes_on(folder):
+    write_table(folder / "probes.parquet", load_run(folder).probes.iloc[:0])
+    with pytest.raises(UserError, match="low-seed1/probes.parquet has no rows; restore it from a"):
+        load_run(folder)
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(info | dict(ended="stopped")))
+    assert load_run(folder).probes.empty
+
+
 def test_a_recorded_run_is_restored_from_git_and_one_s_own_is_not(folder, monkeypatch):
     truncate(folder / "metrics.parquet")
     with pytest.raises(UserError) as own:

@@ -15,9 +15,10 @@ from kernel_checks import DEVICES, beyond_bounds, every, run, shared
 
 from lowprec import UserError, sdpa
 from lowprec.attention import attention
+from lowprec.attention.inputs import for_queries
 from lowprec.attention.kernels import launch
-from lowprec.attention.operator import _flash_backward
-from lowprec.attention.reference import emulate, for_queries, oracle
+from lowprec.attention.ops import flash_backward
+from lowprec.attention.reference import emulate, oracle
 from lowprec.diagnose.directions import head_cosines
 from lowprec.numerics.formats import Format, round_to
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW, RELEASED, SAFE
@@ -259,7 +260,7 @@ def test_the_backward_of_pytorch_is_called_as_a_gpu_wants_it():
             torch.empty(1, 64, heads, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
             for heads in (4, 2, 2, 4, 4)
         )
-        grads = _flash_backward(do, q, k, v, o, causal=True, scale=0.1)
+        grads = flash_backward(do, q, k, v, o, causal=True, scale=0.1)
         assert [x.shape[1] for x in grads] == [4, 2, 2]
 
 

@@ -19,6 +19,7 @@ import pytest
 from conftest import Bytes
 
 from lowprec import UserError, __main__
+from lowprec.records import runs
 from lowprec.training.config import TrainConfig
 from lowprec.training.data import shards as data
 from lowprec.training.data import text
@@ -352,6 +353,43 @@ def test_pieces_have_the_tokens_of_the_whole():
     grid = ["".join((a, b, "\n", c, d)) for a in parts for b in parts for c in parts for d in parts]
     whole = sum(([*encoding.encode_ordinary(t), 50256] for t in grid), [])
     assert encoded(grid, encoding=encoding, processes=1, size=1).tolist() == whole
+
+
+@needs_datasets
+def test_bytes_need_no_vocabulary_and_train(tmp_path, monkeypatch, capsys):
+    """From a text to the probe of what was trained on it, with no file of GPT-2's."""
+    monkeypatch.delenv("LOWPREC_GPT2_VOCAB", raising=False)
+    monkeypatch.setattr(text, "gpt2_encoding", None)
+    monkeypatch.chdir(tmp_path)
+    written = "Drittes: äöü 中文\n\nend, and on it goes. " * 40
+    (tmp_path / "mine.txt").write_text(written, encoding="utf-8")
+    command = ["data", "prepare", "mine.txt", "--vocabulary", "bytes", "--processes", "1"]
+    assert __main__.main(command) == 0
+    tokens = data.load_tokens("shards/mine")
+    assert contents(tokens).tolist() == [*written.encode(), 256]
+    assert (tokens.vocabulary, tokens.vocab_size) == ("bytes", 384)
+    how = "--data shards/mine --steps 40 --weights-at 40 --batch-size 2 --block-size 32"
+    assert __main__.main(["train", "tiny", *how.split(), "--device", "cpu", "--out", "run"]) == 0
+    losses = runs.load_run("run").metrics.loss
+    assert abs(losses[0] - np.log(384)) < 0.3 and losses.iloc[-1] < losses[0] - 1
+    capsys.readouterr()
+    assert __main__.main(["probe", "run/.weights/step-000040.pt", "--text", "mine.txt"]) == 0
+    assert "of mine.txt, as bytes" in capsys.readouterr().out
+
+
+def test_a_vocabulary_is_one_of_those_known(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    for how, words in (
+        (dict(vocabulary="letters"), "--vocabulary is letters; give gpt2 or bytes"),
+        (dict(vocabulary="bytes", vocab_dir=tmp_path), "--vocab-dir is of GPT-2's vocabulary"),
+    ):
+        with pytest.raises(UserError, match=words):
+            data.build(tmp_path / "a.txt", tmp_path / "out", **how)
+    with pytest.raises(UserError, match="made with the vocabulary gpt2, not bytes"):
+        data.build("smoke", tmp_path / "out", vocabulary="bytes")
+    data.write_shards(np.zeros(4, np.uint16), tmp_path / "out", "a", "letters")
+    with pytest.raises(UserError, match="vocabulary letters, not gpt2 or bytes"):
+        data.load_tokens(tmp_path / "out")
 
 
 @needs_gpt2

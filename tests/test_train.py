@@ -29,7 +29,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowprec import UserError
 from lowprec.__main__ import main
+from lowprec.attention import reference
 from lowprec.diagnose import probe as affected
+from lowprec.numerics import policy
 from lowprec.records import explosion, files, provenance, runs
 from lowprec.training import campaign, recorder
 from lowprec.training.capture import Capture
@@ -66,6 +68,27 @@ def test_model_starts_at_the_uniform_loss_and_overfits():
         optimizer.step()
         optimizer.zero_grad()
     assert loss.item() < 1.0
+
+
+def test_a_delta_of_one_s_own_trains(tmp_path, monkeypatch):
+    """As book/fork.md has it: a name, and a formula in the emulation."""
+    names = (*policy.CHOICES["delta_from"], "mine")
+    monkeypatch.setitem(policy.CHOICES, "delta_from", names)
+    usual, how = reference._delta, dict(impl="emulate", steps=8, probe_every=8)
+
+    def delta(t, p, do, given, rnd):
+        mine = given.delta_from == "mine"
+        return (do * t.o_fp32).sum(-1) if mine else usual(t, p, do, given, rnd)
+
+    monkeypatch.setattr(reference, "_delta", delta)
+    losses = {
+        name: train(small(policy=f"FA2+delta_from={name}", **how), tmp_path / name).metrics.loss
+        for name in ("mine", "o_fp32", "o")
+    }
+    assert losses["mine"].equals(losses["o_fp32"]) and not losses["mine"].equals(losses["o"])
+    pytest.importorskip("triton")
+    with pytest.raises(UserError, match="do not honour policy field delta_from=mine; use impl='em"):
+        train(small(policy="FA2+delta_from=mine", impl="triton"), tmp_path / "triton")
 
 
 def test_model_sizes():

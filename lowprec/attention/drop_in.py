@@ -10,90 +10,177 @@ backward adds to delta what the row of dS sums to. For Hugging Face models see
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lowprec import UserError
 from lowprec.attention import attention
-from lowprec.attention.reference import DTYPES
-from lowprec.numerics.policy import SAFE, PrecisionPolicy
+from lowprec.attention.inputs import DTYPES
+from lowprec.attention.masks import Mask, Scores
+from lowprec.attention.operator import tell
+from lowprec.numerics.policy import ALL_FP32, FA2, SAFE, PrecisionPolicy
+
+BACKWARD = (
+    "dodo",
+    "dp",
+    "p_bwd",
+    "ds",
+    "dq_acc",
+    "dkdv_acc",
+    "delta_from",
+    "delta_bias",
+    "row_sum",
+)
+"""Fields of a policy that act in the backward alone."""
 
 
 def sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None,
-    enable_gqa=False, policy=SAFE, impl="auto",
+    enable_gqa=False, policy=SAFE, impl="auto", scores=None,
 ):  # fmt: skip
     """scaled_dot_product_attention with the roundings of `policy`; differentiable.
 
-    query (..., H, L, D), key and value (..., H, S, D), the same leading dimensions and one dtype
-        of bfloat16, float16, float32; returns query's shape and dtype. Under autocast they are
-        cast to its dtype, as PyTorch does.
-    attn_mask: None, or one that says no more than is_causal can: all True (or all 0), or causal
-        with the last query at the last key, as in generation, S >= L. It takes no gradient, and
-        its values are read on the host.
-    dropout_p: 0. is_causal: query i sees keys 0 to i, as in PyTorch, also where S > L.
+    query (..., H, L, D), key (..., H, S, D), value (..., H, S, Dv) of one dtype, their leading
+        dimensions alike or broadcast; returns (..., H, L, Dv) in that dtype, which is bfloat16,
+        float16 or float32, or with impl "auto" or "oracle" float64. Under autocast they are cast to
+        its dtype, as PyTorch does.
+    attn_mask: booleans, True where a query sees a key, or floats that are added to the scores and
+        may need a gradient, broadcast to (..., H, L, S); a bias of torch.nn.attention.bias; or a
+        `lowprec.attention.masks.Mask`. A row that sees no key gives 0.
+    dropout_p: the share of weights that is set to 0. Which ones follows from a number that is drawn
+        from torch's generator of the CPU, so torch.manual_seed repeats it on any device.
+    is_causal: query i sees keys 0 to i, as in PyTorch, also where L and S differ.
     enable_gqa: key and value may have fewer heads, each shared by H / its number of queries'
         heads. Their gradient is the sum over those, rounded to the dtype once.
     policy: a PrecisionPolicy or its text. It rounds whatever the dtype: for exact attention on
         float32 tensors take ALL_FP32. A policy that draws random bits needs a seed that changes:
-        call `lowprec.attention.attention`.
-    impl: as in `attention`, but "auto" is emulate, on any device, where L and S differ and the
-        kernels do not go.
+        call `lowprec.attention.attention`. float64 is not rounded: it is for the oracle.
+    impl: as in `attention`, but "auto" is PyTorch's own function where no gradient is needed, and
+        the forward of the policy is what that rounds: FA2's on BF16 tensors, ALL_FP32's on FP32.
+    scores: `lowprec.attention.masks.Scores`, a soft cap or sinks, which PyTorch's function lacks.
 
     Raises `UserError` naming what is not supported.
     """
-    policy = PrecisionPolicy.parse(policy)
-    if dropout_p:
-        raise UserError(
-            f"dropout_p={dropout_p}: sdpa has no dropout inside attention; set it to 0 "
-            "(in transformers attn_pdrop or attention_dropout)"
-        )
-    if policy.draws:
+    if not 0 <= dropout_p <= 1:
+        raise UserError(f"dropout_p={dropout_p} must be from 0 to 1")
+    if min(t.dim() for t in (query, key, value)) < 2:
+        raise UserError("query, key, value must be (..., seqlen, head_dim)")
+    if attn_mask is not None and is_causal:
+        raise UserError("give attn_mask or is_causal, not both")
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    draws, alike = _known(policy, query.dtype)
+    if draws:
         raise UserError(
             f"policy {policy} draws random bits, and sdpa has no seed that changes with the step; "
             "call lowprec.attention.attention"
         )
-    if min(t.dim() for t in (query, key, value)) < 2:
-        raise UserError("query, key, value must be (..., seqlen, head_dim)")
-    query, key, value = _autocast(query, key, value)
     if enable_gqa:
-        _check_heads(query, key)
-    lead = -3 if enable_gqa else -2
-    if query.shape[:lead] != key.shape[:lead] or key.shape[:-2] != value.shape[:-2]:
+        _check_heads(query, key, value)
+    query, key, value = _broadcast(query, key, value, -3 if enable_gqa else -2)
+    shape = (*query.shape[:-1], value.shape[-1])
+    lead, (query, key, value) = query.shape[:-2], map(_four, (query, key, value))
+    if impl == "auto" and query.dtype == torch.float64:
+        tell("float64 tensors go to the oracle: attention is exact, whatever the policy")
+        impl = "oracle"
+    mask, bias = _mask(attn_mask, is_causal, query, key, lead)
+    if bias is not None:
+        if scores is not None and scores.bias is not None:
+            raise UserError("give a bias as attn_mask or as Scores(bias=...), not both")
+        scores = dataclasses.replace(scores or Scores(), bias=bias)
+    if any(n == 0 for n in (*query.shape, key.shape[2], value.shape[3])):
+        nothing = sum(t.flatten()[:0].sum() for t in (query, key, value))
+        return query.new_zeros(shape) + nothing
+    how = _stock(query, key, value, mask, scores, dropout_p) if alike and impl == "auto" else None
+    if how is not None:
+        o = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, scale=scale, enable_gqa=enable_gqa, **how
+        )
+        return o.reshape(shape)
+    if is_causal and query.shape[2] < key.shape[2]:  # nobody sees the keys beyond
+        key, value = (t[:, :, : query.shape[2]] for t in (key, value))
+    if key.shape[1] != value.shape[1]:
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    seed = torch.randint(2**32, (1,)) if dropout_p else 0
+    o = attention(
+        query, key, value, policy, scale=scale, impl=impl, seed=seed, mask=mask, scores=scores,
+        dropout=dropout_p,
+    )  # fmt: skip
+    return o.reshape(shape)
+
+
+def _known(policy, dtype: torch.dtype) -> tuple[bool, bool]:
+    """(whether a policy draws random bits, whether PyTorch's own function rounds what its forward
+    rounds, on tensors of that dtype); a constant for torch.compile."""
+    policy = PrecisionPolicy.parse(policy)
+    stock = {torch.bfloat16: FA2, torch.float32: ALL_FP32}.get(dtype)
+    same = {name: getattr(stock, name) for name in BACKWARD} if stock else {}
+    return policy.draws, stock is not None and policy.replace(**same) == stock
+
+
+_known._dynamo_marked_constant = True
+
+
+def _stock(query, key, value, mask, scores, dropout_p) -> dict | None:
+    """Arguments of PyTorch's function, if it may stand in: a forward pass alone, plain scores."""
+    bias = None if scores is None else scores.bias
+    given = [t for t in (query, key, value, bias) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return None
+    more = scores is not None and (scores.scale is not None or scores.sinks is not None)
+    if dropout_p or more or scores is not None and scores.softcap:
+        return None
+    if bias is not None and bias.dtype not in (query.dtype, torch.float32):
+        return None
+    mask = mask.lowered(query, key)
+    nothing_hidden = mask.plain and not mask.causal
+    if bias is not None:
+        return dict(attn_mask=bias) if nothing_hidden else None
+    if nothing_hidden or mask.plain and query.shape[2] == key.shape[2]:
+        return dict(is_causal=mask.causal)
+    return dict(attn_mask=mask.seen(query.shape[2], key.shape[2], query.device))
+
+
+def _autocast(query, *others):
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, *others
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if type(t) is not CausalBias and getattr(t, "dtype", None) in DTYPES else t
+        for t in (query, *others)
+    )
+
+
+def _check_heads(query, key, value):
+    ours, *theirs = (x.shape[-3] if x.dim() > 2 else 0 for x in (query, key, value))
+    for name, x, heads in zip(("key", "value"), (key, value), theirs, strict=True):
+        if not (ours and heads) or ours % heads:
+            raise UserError(
+                f"enable_gqa: query {tuple(query.shape)} must have a multiple of the heads of "
+                f"{name} {tuple(x.shape)}, in the third dimension from the end"
+            )
+
+
+def _broadcast(query, key, value, end):
+    """The three with their dimensions before `end` alike, which those before the heads then are."""
+    fits = query.shape[-1] == key.shape[-1] and key.shape[-2] == value.shape[-2]
+    given = (query, key, value)
+    leads = [t.shape[:end] for t in given]
+    if fits and leads[0] == leads[1] == leads[2]:
+        return given
+    try:
+        lead = torch.broadcast_shapes(*leads)
+    except RuntimeError:
+        fits = False
+    if not fits:
         raise UserError(
-            "query, key, value must have the same leading dimensions (or enable_gqa); got "
+            "query, key, value must be (..., L, D), (..., S, D), (..., S, Dv) with the same "
+            "leading dimensions, or ones that broadcast (fewer heads: enable_gqa); got "
             f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
         )
-    shape, (query, key, value) = query.shape, map(_four, (query, key, value))
-    lead = 0
-    if attn_mask is not None:
-        if is_causal:
-            raise UserError("give attn_mask or is_causal, not both")
-        is_causal = _causal(attn_mask, query, key)
-        lead = key.shape[2] - query.shape[2] if is_causal else 0
-        query = torch.nn.functional.pad(query, (0, 0, lead, 0))
-    elif is_causal:
-        key, value = (t[:, :, : query.shape[2]] for t in (key, value))
-    if impl == "auto" and query.shape[2] != key.shape[2]:
-        impl = "emulate"
-    o = attention(query, key, value, policy, is_causal, scale, impl=impl)
-    return o[:, :, lead:].reshape(shape)
-
-
-def _autocast(*tensors):
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.dtype in DTYPES else t for t in tensors)
-
-
-def _check_heads(query, key):
-    ours, theirs = (x.shape[-3] if x.dim() > 2 else 0 for x in (query, key))
-    if not (ours and theirs) or ours % theirs:
-        raise UserError(
-            f"enable_gqa: {tuple(query.shape)} must have a multiple of the heads of "
-            f"{tuple(key.shape)}, in the third dimension from the end"
-        )
+    return [t.expand(*lead, *t.shape[end:]) for t in given]
 
 
 def _four(t):
@@ -101,21 +188,40 @@ def _four(t):
     return t.flatten(0, -4) if t.dim() > 4 else t[(None,) * (4 - t.dim())]
 
 
-def _causal(mask, query, key) -> bool:
-    """Whether a mask is causal, aligned at the end; False if it hides nothing."""
-    additive = mask.is_floating_point()
-    if mask.requires_grad or not (additive or mask.dtype == torch.bool):
-        raise UserError("attn_mask: only masks of booleans, or of floats that take no gradient")
-    seen = mask == 0 if additive else mask
-    clear = (seen | (mask <= torch.finfo(mask.dtype).min)).all() if additive else True
-    if clear and seen.all():
-        return False
-    shape = (query.shape[2], key.shape[2])
-    causal = torch.ones(shape, dtype=torch.bool, device=mask.device).tril(shape[1] - shape[0])
-    fits = seen.shape[-2:] == shape and shape[0] <= shape[1]
-    if clear and fits and torch.equal(seen, causal.expand_as(seen)):
-        return True
-    raise UserError(
-        "attn_mask: only masks that hide nothing, or all later keys, are supported. Padding on the "
-        "right needs no mask in a causal model: leave it out and ignore those labels"
-    )
+def _mask(given, is_causal, query, key, lead):
+    """(Mask, bias or None) of attn_mask and is_causal, for query and key of four dimensions.
+
+    lead: the dimensions of query before the last two as they were given.
+    """
+    n_q, n_k = query.shape[2], key.shape[2]
+    if given is None:
+        return Mask(causal=is_causal), None
+    if isinstance(given, Mask):
+        return given, None
+    if isinstance(given, CausalBias):
+        size = (given.seq_len_q, given.seq_len_kv)
+        if size != (n_q, n_k):
+            raise UserError(f"attn_mask is a causal bias of {size}, for scores of {(n_q, n_k)}")
+        right = given.variant == CausalVariant.LOWER_RIGHT
+        return Mask(causal=True, offset=n_k - n_q if right else 0), None
+    if not isinstance(given, torch.Tensor):
+        raise UserError(
+            f"attn_mask is a tensor, a causal bias or a Mask, not {type(given).__name__}"
+        )
+    if given.dtype != torch.bool and given.dtype not in (query.dtype, torch.float32):
+        raise UserError(
+            f"attn_mask of {given.dtype} for a query of {query.dtype}: take booleans, True where a "
+            f"query sees a key, or floats to add, {query.dtype} or torch.float32"
+        )
+    wanted = (*lead, n_q, n_k)
+    x = given[(None,) * (len(wanted) - given.dim())]
+    fits = 2 <= given.dim() and x.dim() == len(wanted)
+    if not fits or not all(n == 1 or n == w for n, w in zip(x.shape, wanted, strict=True)):
+        raise UserError(
+            f"attn_mask of shape {tuple(given.shape)} does not broadcast to {wanted}, the scores; "
+            "it has at least 2 dimensions"
+        )
+    if x.dim() > 4 and any(n > 1 for n in x.shape[:-3]):
+        x = x.expand(*lead[:-1], *x.shape[-3:])
+    x = _four(x)
+    return (Mask(dense=x), None) if x.dtype == torch.bool else (Mask(), x)

@@ -9,23 +9,31 @@ custom op in `lowprec.attention` keeps the compiler out.
 
 Shapes: q and do are (batch, heads, seqlen, head_dim); a row is one query. k and v may have fewer
 heads, each read by as many consecutive heads of queries, a group (Ainslie et al. 2023); so have dk
-and dv, the sums over a group. Everything else has the heads of q.
+and dv, the sums over a group. Everything else has the heads of q. v may have another head_dim, Dv,
+which o and do then have, and without causal=True another seqlen than q. Masks and what else
+becomes of a score are `lowprec.attention.masks`.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from types import SimpleNamespace
 
 import torch
 
 from lowprec import UserError
+from lowprec.attention.inputs import (
+    DTYPES,
+    check_row_sum,
+    conditions,
+    for_queries,
+    inverse,
+    kept,
+    of_keys,
+    outside_autocast,
+)
+from lowprec.attention.masks import NEG_INF
 from lowprec.numerics.formats import BF16, keyed_bits, round_to
 from lowprec.numerics.policy import DITHER, REDRAW, SITES, PrecisionPolicy
-
-NEG_INF = float("-inf")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Trace(SimpleNamespace):
@@ -36,9 +44,11 @@ class Trace(SimpleNamespace):
               the shadow output that is never rounded (..., queries, head_dim)
     backward: delta, the one used; delta_o = rowsum(dO*o) as the policy forms it; delta_ref, FP32
               from o_fp32; row_sum of ds (..., queries); dp, p_bwd, ds (..., queries, keys); dq, dk,
-              dv as inputs
+              dv as inputs; dsinks (heads,) and dbias, as the bias, FP32, where there are any
     p is not normalised, it enters P V; p_bwd is, and enters dV. `emulate` has ds_dk as well, ds as
-    it enters dK: ds itself, or from delta + row_sum with row_sum="refined".
+    it enters dK: ds itself, or from delta + row_sum with row_sum="refined". With a sink row_sum
+    counts its share, which is in no ds; with a soft cap it is that of the gradient of capped
+    scores, unrounded. With dropout p is after it, and p_bwd before.
     """
 
     def __repr__(self) -> str:
@@ -47,125 +57,101 @@ class Trace(SimpleNamespace):
         return f"Trace({', '.join(shapes)})"
 
 
-def check_inputs(
-    q, k, v, causal: bool, scale: float | None, do=None, tile=None, seed=0, shared=True
-) -> float:
-    """Raise `UserError` for what is not attention; return the softmax scale.
-
-    shared: whether k and v may have fewer heads than q.
-    """
-    own = slice(1 if shared else 2)
-    fits = q.dim() == k.dim() == 4 and q.shape[own] == k.shape[own] and q.shape[3] == k.shape[3]
-    if not fits or k.shape != v.shape:
-        raise UserError(
-            "q, k, v must be (batch, heads, seqlen, head_dim), k and v alike; got "
-            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if min(*q.shape, *k.shape) < 1:
-        raise UserError(
-            f"no dimension of q, k, v may be empty; got {tuple(q.shape)} and {tuple(k.shape)}"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise UserError(
-            f"{k.shape[1]} heads of keys and values must divide the {q.shape[1]} heads of queries; "
-            "take a divisor, or as many"
-        )
-    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
-        raise UserError(f"q, k, v must share a floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if do is not None and do.shape != q.shape:
-        raise UserError(f"do must have the shape of q, {tuple(q.shape)}, not {tuple(do.shape)}")
-    if tile is not None and (not isinstance(tile, int) or tile < 1):
-        raise UserError(
-            f"tile={tile} must be a whole number of at least 1 key, or None for the whole row"
-        )
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} must be from 0 to 2^32 - 1")
-    if causal and q.shape[2] != k.shape[2]:
-        raise UserError(
-            f"causal attention needs as many queries as keys; got {q.shape[2]} and {k.shape[2]}"
-        )
-    return 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-
-
-def outside_autocast(function):
-    """Run with autocast off: it would silently turn an FP32 product into a BF16 one."""
-
-    @functools.wraps(function)
-    def wrapped(q, *args, **kwargs):
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            return function(q, *args, **kwargs)
-
-    return wrapped
-
-
-def causal_mask(n_q: int, n_k: int, device, causal: bool = True) -> torch.Tensor:
-    """(n_q, n_k) bool, True where a query sees a key."""
-    seen = torch.ones(n_q, n_k, dtype=torch.bool, device=device)
-    return seen.tril() if causal else seen
-
-
-def for_queries(x, heads: int):
-    """x (B, H', T, D) with each head as often as heads of queries read it."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def of_keys(x, heads: int):
-    """The heads of queries' parts x (B, H, T, D) of a gradient, summed by group: (B, H', T, D)."""
-    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
-
-
 @outside_autocast
-def oracle(q, k, v, causal=True, scale=None, do=None) -> Trace:
-    """Exact attention: float64, no tiles; with `do` also its gradients (float64)."""
-    scale = check_inputs(q, k, v, causal, scale, do)
+def oracle(
+    q, k, v, causal=True, scale=None, do=None, *, mask=None, scores=None, dropout=0.0, seed=0
+) -> Trace:
+    """Exact attention: float64, no tiles; with `do` also its gradients (float64).
+
+    mask, scores, dropout, seed: as in `emulate`.
+    """
+    mask, how = conditions(q, k, v, causal, scale, mask, scores, dropout, do=do, seed=seed)
+    seen = mask.seen(q.shape[2], k.shape[2], q.device)
     heads = k.shape[1]
     q, k, v = q.double(), *(for_queries(t.double(), q.shape[1]) for t in (k, v))
-    seen = causal_mask(q.shape[2], k.shape[2], q.device, causal)
-    s = (scale * (q @ k.mT)).masked_fill(~seen, NEG_INF)
+    scale = how.scale
+    s = scale * (q @ k.mT)
+    slope = None
+    if how.softcap:
+        s = how.softcap * (s / how.softcap).tanh()
+        slope = 1 - (s / how.softcap).square()
+    if how.bias is not None:
+        s = s + how.bias.double()
+    s = s.masked_fill(~seen, NEG_INF)
     m = s.amax(-1)
-    p_unnorm = (s - m[..., None]).exp()
+    if how.sinks is not None:
+        sink = how.sinks.double()[:, None]
+        m = torch.maximum(m, sink)
+    finite = torch.where(m == NEG_INF, 0.0, m)  # a row that sees no key
+    p_unnorm = (s - finite[..., None]).exp()
     l = p_unnorm.sum(-1)  # noqa: E741
-    p = p_unnorm / l[..., None]
-    o = p @ v
+    if how.sinks is not None:
+        l = l + (sink - m).exp()  # noqa: E741
+    p = p_unnorm / torch.where(l == 0, 1.0, l)[..., None]
+    keep = kept(s.shape, dropout, seed, q.device)
+    entering = p if keep is None else inverse(dropout) * p.masked_fill(~keep, 0.0)
+    o = entering @ v
     t = Trace(s=s, m=m, p_unnorm=p_unnorm, p=p_unnorm, l=l, p_bwd=p, o=o, lse=m + l.log())
     if do is not None:
         do = do.double()
         t.dp = do @ v.mT
+        if keep is not None:
+            t.dp = inverse(dropout) * t.dp.masked_fill(~keep, 0.0)
         t.delta = (do * o).sum(-1)
         t.ds = p * (t.dp - t.delta[..., None])
         t.row_sum = t.ds.sum(-1)
+        if how.bias is not None:
+            t.dbias = t.ds.sum_to_size(how.bias.shape)
+        if how.sinks is not None:
+            of_sink = -(sink - t.lse).exp() * t.delta
+            t.row_sum, t.dsinks = t.row_sum + of_sink, of_sink.sum((0, 2))
+        if slope is not None:
+            t.ds = t.ds * slope
         t.dq = scale * (t.ds @ k)
-        t.dk, t.dv = (of_keys(x, heads) for x in (scale * (t.ds.mT @ q), p.mT @ do))
+        t.dk, t.dv = (of_keys(x, heads) for x in (scale * (t.ds.mT @ q), entering.mT @ do))
     return t
 
 
 @outside_autocast
-def emulate(q, k, v, policy, tile=None, do=None, causal=True, scale=None, seed=0) -> Trace:
+def emulate(
+    q, k, v, policy, tile=None, do=None, causal=True, scale=None, seed=0, *, mask=None,
+    scores=None, dropout=0.0,
+) -> Trace:  # fmt: skip
     """Attention with every rounding of `policy` made explicitly, and every intermediate returned.
 
     tile: keys per rounding block (queries of a head per block for dK and dV, which go through the
         heads of a group in order); None is the whole row.
     do: gradient of the output; None computes the forward only.
-    seed: keys the random bits of stochastic sites and of the dithered shift.
+    seed: keys the random bits of stochastic sites, of the dithered shift and of dropout.
+    mask: a `Mask`, in place of `causal`. scores: `Scores`. A sink is a block before all keys: it
+        starts m and l, and is not rounded.
+    dropout: the share of weights that are set to 0, after p was rounded; the others count
+        1 / (1 - dropout) times, which multiplies o before it is rounded, dv, and dp before it is.
     Gradients take the inputs' dtype, everything else is FP32. A row that sees no key gives o = 0
     and lse = -inf; a row whose sum underflows to 0 gives NaN, as it would on hardware.
     """
     policy = PrecisionPolicy.parse(policy)
-    scale = check_inputs(q, k, v, causal, scale, do, tile, seed)
+    mask, how = conditions(
+        q, k, v, causal, scale, mask, scores, dropout, do=do, tile=tile, seed=seed
+    )
     dtype = q.dtype
     if dtype not in DTYPES:
         raise UserError(
             f"a policy rounds bfloat16, float16 or float32, not {dtype}; convert q, k, v or take "
             "impl='oracle'"
         )
+    check_row_sum(policy, how.softcap)
     heads = k.shape[1]
     q, k, v = q.float(), *(for_queries(t.float(), q.shape[1]) for t in (k, v))
     rnd = _Rounder(policy, seed)
+    keep = kept((*q.shape[:3], k.shape[2]), dropout, seed, q.device)
+    dropped = None if keep is None else (keep, inverse(dropout))
     tile = tile or max(q.shape[2], k.shape[2])
-    t = _forward(q, k, v, policy, rnd, tile, causal, scale)
+    seen = mask.seen(q.shape[2], k.shape[2], q.device)
+    t = _forward(q, k, v, policy, rnd, tile, seen, how, dropped)
     if do is not None:
-        _backward(t, q, k, v, do.float(), policy, rnd, tile, scale)
-        _dk_dv(t, q, do.float(), heads, rnd, tile, scale)
+        _backward(t, q, k, v, do.float(), policy, rnd, tile, how, dropped)
+        _dk_dv(t, q, do.float(), heads, rnd, tile, how.scale, dropped)
         t.dq, t.dk, t.dv = (g.to(dtype) for g in (t.dq, t.dk, t.dv))
     return t
 
@@ -200,10 +186,21 @@ class _Rounder:
         return keyed_bits(self.seed, stream, batch, head, rows + row, columns + column)
 
 
-def scores(q, k, seen, rnd, scale, column=0, width=0):
-    """s = rnd_s(scale * rnd_s(q k^T)), -inf where masked."""
-    qk = rnd("s", q @ k.mT, column=column)
-    return rnd("s", scale * qk, column=column, step=1, width=width).masked_fill(~seen, NEG_INF)
+def scores(q, k, seen, rnd, how, keys, width):
+    """(s as in `lowprec.attention.masks`, -inf where masked; ds/d(scale q k^T), None for 1)."""
+    at = dict(column=keys.start, width=width)
+    s, slope = rnd("s", how.scale * rnd("s", q @ k.mT, column=keys.start), step=1, **at), None
+    if how.softcap:
+        s = rnd("s", how.softcap * (s / how.softcap).tanh(), step=2, **at)
+        slope = 1 - (s / how.softcap).square()
+    if how.bias is not None:
+        s = rnd("s", s + _columns(how.bias.float(), keys), step=3, **at)
+    return s.masked_fill(~seen, NEG_INF), slope
+
+
+def _columns(x, keys):
+    """The columns of some keys, where x has a column a key."""
+    return x[..., keys] if x.shape[-1] > 1 else x
 
 
 def shifted_max(r, s, shift, rnd):
@@ -223,18 +220,19 @@ def shifted_max(r, s, shift, rnd):
     return r
 
 
-def _forward(q, k, v, policy, rnd, tile, causal, scale) -> Trace:
-    n_q, n_k, d = q.shape[2], k.shape[2], q.shape[3]
+def _forward(q, k, v, policy, rnd, tile, seen_all, how, dropped) -> Trace:
+    n_k, d = k.shape[2], v.shape[3]
     rows = (*q.shape[:3], 1)
     m, l = q.new_full(rows, NEG_INF), q.new_zeros(rows)  # noqa: E741
-    l_lse = l
-    l_shadow, o_acc, o_shadow = q.new_zeros(rows), torch.zeros_like(q), torch.zeros_like(q)
+    if how.sinks is not None:
+        m, l = how.sinks.float()[:, None, None].expand(rows), q.new_ones(rows)  # noqa: E741
+    l_lse = l_shadow = l
+    o_acc = o_shadow = q.new_zeros(*q.shape[:3], d)
     blocks = []
-    seen_all = causal_mask(n_q, n_k, q.device, causal)
     for j, start in enumerate(range(0, n_k, tile)):
         keys = slice(start, min(start + tile, n_k))
-        seen = seen_all[:, keys]
-        s = scores(q, k[:, :, keys], seen, rnd, scale, column=start, width=n_k)
+        seen = _columns(seen_all, keys)
+        s, slope = scores(q, k[:, :, keys], seen, rnd, how, keys, n_k)
         r = s.amax(-1, keepdim=True)
         m_new = torch.maximum(m, torch.where(r == NEG_INF, r, shifted_max(r, s, policy.shift, rnd)))
         finite = torch.where(m_new == NEG_INF, 0.0, m_new)  # a row that has seen no key yet
@@ -247,20 +245,25 @@ def _forward(q, k, v, policy, rnd, tile, causal, scale) -> Trace:
         if policy.l_from == "p_both":
             other = _total(p_unnorm, sees, policy)
             l_lse = rnd("l", alpha * l_lse + other, column=n_k + j)
+        if dropped:
+            p = p.masked_fill(~dropped[0][..., keys], 0.0)
         pv = p @ v[:, :, keys]
         l_shadow = alpha * l_shadow + total
         o_shadow = alpha * o_shadow + pv
         l = rnd("l", alpha * l + total, column=j)  # noqa: E741
-        kept = rnd("o_acc", alpha * o_acc, step=3 * j, width=d)
+        old = rnd("o_acc", alpha * o_acc, step=3 * j, width=d)
         added = rnd("o_acc", pv, step=3 * j + 1, width=d)
-        o_acc = rnd("o_acc", kept + added, step=3 * j + 2, width=d)
+        o_acc = rnd("o_acc", old + added, step=3 * j + 2, width=d)
         m = m_new
         blocks.append(dict(s=s, x=x, p_unnorm=p_unnorm, p=p, alpha=alpha))
+        if slope is not None:
+            blocks[-1]["slope"] = slope
     t = Trace(**{name: torch.cat([b[name] for b in blocks], -1) for name in blocks[0]})
     blind = m == NEG_INF
     t.m, t.l, t.o_acc = m[..., 0], l[..., 0], o_acc
-    t.o = rnd("o", torch.where(blind, 0.0, o_acc / l))
-    t.o_fp32 = torch.where(blind, 0.0, o_shadow / l_shadow)
+    times = dropped[1] if dropped else 1.0
+    t.o = rnd("o", torch.where(blind, 0.0, times * (o_acc / l)))
+    t.o_fp32 = torch.where(blind, 0.0, times * (o_shadow / l_shadow))
     l_lse = l_lse if policy.l_from == "p_both" else l
     t.lse = torch.where(blind, NEG_INF, m + l_lse.log())[..., 0]
     t.ties = ((t.s == t.s.amax(-1, keepdim=True)) & seen_all).sum(-1)
@@ -273,48 +276,58 @@ def _total(p, sees, policy):
     return torch.where(sees, total.clamp(min=policy.l_floor), total) if policy.l_floor else total
 
 
-def _backward(t, q, k, v, do, policy, rnd, tile, scale):
+def _backward(t, q, k, v, do, policy, rnd, tile, how, dropped):
     """Fill in the backward half of the trace, but for dk and dv; `t.s` is the forward's, formed the
     same way."""
     lse = torch.where(t.lse == NEG_INF, float("inf"), t.lse)[..., None]
     p = (t.s - lse).exp()
     t.p_bwd = rnd("p_bwd", p)
-    t.dp = rnd("dp", do @ v.mT)
+    t.dp = do @ v.mT
+    if dropped:
+        t.dp = dropped[1] * t.dp.masked_fill(~dropped[0], 0.0)
+    t.dp = rnd("dp", t.dp)
     t.delta_o = rnd("dodo", do * t.o).sum(-1)
     t.delta_ref = (do * t.o_fp32).sum(-1)
     t.delta = _delta(t, p, do, policy, rnd)
     if policy.delta_bias:
         t.delta = t.delta + policy.delta_bias * (t.delta_o - t.delta_ref).abs()
-    t.ds = rnd("ds", p * (t.dp - t.delta[..., None]))
+    raw = p * (t.dp - t.delta[..., None])
+    t.ds = rnd("ds", raw * t.slope if how.softcap else raw)
 
     dq = torch.zeros_like(q)
     for j, start in enumerate(range(0, k.shape[2], tile)):
         keys = slice(start, start + tile)
         dq = _accumulate("dq_acc", dq, t.ds[..., keys] @ k[:, :, keys], rnd, 2 * j)
-    t.row_sum = t.ds.sum(-1)
+    t.row_sum = (raw if how.softcap else t.ds).sum(-1)  # zero in exact arithmetic
+    if how.bias is not None:
+        t.dbias = (rnd("ds", raw) if how.softcap else t.ds).sum_to_size(how.bias.shape)
+    if how.sinks is not None:
+        of_sink = -(how.sinks.float()[:, None] - t.lse).exp() * t.delta
+        t.row_sum, t.dsinks = t.row_sum + of_sink, of_sink.sum((0, 2))
     t.ds_dk = t.ds
     if policy.row_sum == "removed":
         mean_key = (k / k.shape[2]).sum(2, keepdim=True)  # in this order no finite key overflows
         dq = dq - t.row_sum[..., None] * mean_key
     elif policy.row_sum == "refined":
-        dq = dq - t.row_sum[..., None] * (t.p_bwd @ k)
-        t.ds_dk = rnd("ds", p * (t.dp - (t.delta + t.row_sum)[..., None]))
-    t.dq = scale * dq
+        slope = t.slope if how.softcap else 1.0
+        dq = dq - t.row_sum[..., None] * ((slope * t.p_bwd) @ k)
+        t.ds_dk = rnd("ds", slope * (p * (t.dp - (t.delta + t.row_sum)[..., None])))
+    t.dq = how.scale * dq
 
 
-def _dk_dv(t, q, do, heads, rnd, tile, scale):
+def _dk_dv(t, q, do, heads, rnd, tile, scale, dropped):
     """dk and dv of as many heads of keys: sums over the queries of the first head of each group,
     then over those of the next."""
     group = q.shape[1] // heads
-    dk, dv = (q.new_zeros(q.shape[0], heads, t.ds.shape[3], q.shape[3]) for _ in range(2))
+    p = t.p_bwd.masked_fill(~dropped[0], 0.0) if dropped else t.p_bwd
+    dk, dv = (q.new_zeros(q.shape[0], heads, p.shape[3], x.shape[3]) for x in (q, do))
     for first in range(group):
         own = slice(first, None, group)
         for i, start in enumerate(range(0, q.shape[2], tile)):
             part = (slice(None), own, slice(start, start + tile))
-            ds, p_bwd = t.ds_dk[part], t.p_bwd[part]
-            dk = _accumulate("dkdv_acc", dk, ds.mT @ q[part], rnd, 4 * i, own)
-            dv = _accumulate("dkdv_acc", dv, p_bwd.mT @ do[part], rnd, 4 * i + 2, own)
-    t.dk, t.dv = scale * dk, dv
+            dk = _accumulate("dkdv_acc", dk, t.ds_dk[part].mT @ q[part], rnd, 4 * i, own)
+            dv = _accumulate("dkdv_acc", dv, p[part].mT @ do[part], rnd, 4 * i + 2, own)
+    t.dk, t.dv = scale * dk, dropped[1] * dv if dropped else dv
 
 
 def _delta(t, p, do, policy, rnd):

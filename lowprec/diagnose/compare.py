@@ -20,7 +20,8 @@ import torch
 from scipy import stats
 
 from lowprec import UserError
-from lowprec.attention.reference import for_queries, oracle
+from lowprec.attention.inputs import for_queries
+from lowprec.attention.reference import oracle
 from lowprec.diagnose import drift
 from lowprec.diagnose.contenders import Inputs, plain
 from lowprec.numerics.formats import Format, round_to, ulp

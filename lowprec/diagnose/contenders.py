@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec import UserError
 from lowprec.attention import attention
-from lowprec.attention.reference import causal_mask, check_inputs, for_queries
+from lowprec.attention.inputs import causal_mask, check_inputs, for_queries
 from lowprec.numerics.policy import NAMES, PrecisionPolicy
 from lowprec.records import files
 from lowprec.training.capture import Capture

@@ -70,9 +70,12 @@ def _checkpoint(path: Path) -> GPT:
             config = runs.read_info(path.parent.parent)["config"]
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         settings = {name: value for name, value in config.items() if name in names}
-        model = GPT(TrainConfig(**settings).model())
         for wrapper, nothing in WRAPPERS.items():
             state = {re.sub(wrapper, nothing, name): weight for name, weight in state.items()}
+        shape = TrainConfig(**settings).model()
+        if "token.weight" in state:  # of the vocabulary of its tokens
+            shape = dataclasses.replace(shape, vocab_size=len(state["token.weight"]))
+        model = GPT(shape)
         found = model.load_state_dict(state, strict=False)
     except Exception as error:  # a damaged archive raises many types
         raise UserError(

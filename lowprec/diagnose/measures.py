@@ -38,7 +38,8 @@ import torch
 from scipy import stats
 
 from lowprec import UserError
-from lowprec.attention.reference import emulate, outside_autocast
+from lowprec.attention.inputs import outside_autocast
+from lowprec.attention.reference import emulate
 from lowprec.diagnose import drift, scores
 from lowprec.diagnose.directions import common_parts
 from lowprec.numerics.formats import BF16, ulp

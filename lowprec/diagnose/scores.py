@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from lowprec.attention.reference import causal_mask
+from lowprec.attention.inputs import causal_mask
 from lowprec.diagnose.directions import common_part
 from lowprec.numerics.formats import BF16, round_to, ulp
 from lowprec.training.rotary import rotate

@@ -57,7 +57,7 @@ from lowprec.numerics.formats import ROUNDINGS, Format
 SITES = ("s", "x", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds", "dq_acc", "dkdv_acc")
 """Rounding sites in the order in which a step computes them."""
 
-DITHER, REDRAW = len(SITES), len(SITES) + 1
+DITHER, REDRAW, DROPOUT = (len(SITES) + i for i in range(3))
 """Streams of random bits that belong to no site."""
 
 CHOICES = {

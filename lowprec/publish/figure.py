@@ -9,6 +9,7 @@ was drawn from.
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import io
 import re
@@ -239,8 +240,7 @@ def svg(fig, name: str, alt: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r"#(1a1a1a|000000)\b", "currentColor", text)
     text = text.replace("DejaVuSans-", "").replace("xlink:href", "href")
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = _short_ids(text, "i" + hashlib.sha1(name.encode()).hexdigest()[:5])
     box = re.search(r'viewBox="[^"]+"', text)[0]
     width = float(box.split()[2])
     head = (
@@ -253,6 +253,15 @@ def svg(fig, name: str, alt: str) -> str:
     text = re.sub(r'\b(?:d|x|y)="[^"]*"|translate\([^)]*\)', lambda m: _short(m[0]), text)
     # No blank line: one would end the HTML block when a page includes the figure.
     return re.sub(r"\n\s*", "\n", head + text).strip()
+
+
+def _short_ids(text: str, name: str) -> str:
+    """Ids that begin with a name, a figure's own on its page, for what is referred to; no ids for
+    the rest, which are a tenth of a figure's bytes."""
+    used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
+    new = {old: f"{name}-{i}" for i, old in enumerate(used)}
+    text = re.sub(r'\s*\bid="([^"]+)"', lambda m: f' id="{new[m[1]]}"' if m[1] in new else "", text)
+    return re.sub(r'(href="#|url\(#)([^")]+)', lambda m: m[1] + new[m[2]], text)
 
 
 def _short(places: str) -> str:

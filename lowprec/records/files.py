@@ -24,9 +24,13 @@ def data_root() -> Path:
 
 
 def at_root(path: str | Path) -> Path:
-    """A path as given if it exists, else relative to the repository's root."""
+    """A path as given if it exists, else relative to the repository's root if that is there, or if
+    only there is a folder for it."""
     path = Path(path)
-    return path if path.exists() or path.is_absolute() else repo_root() / path
+    if path.exists() or path.is_absolute():
+        return path
+    there = repo_root() / path
+    return there if there.exists() or path.parent.is_dir() < there.parent.is_dir() else path
 
 
 def make_folder(path: Path) -> None:

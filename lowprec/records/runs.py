@@ -179,17 +179,17 @@ def _load(path: Path, there: dict[str, dict]) -> Run:
             f"{info['steps']}; {_mend(path)}"
         )
     probes = path / "probes.parquet"
-    if probes.is_file():
-        _footer(probes)
+    if probes.is_file() and not _rows(probes) and run.finished and steps:
+        raise UserError(f"{path.name}/probes.parquet has no rows; {_mend(probes)}")
     return run
 
 
-def _footer(path: Path) -> None:
-    """Raise `UserError` for a table without one, which was not written to its end."""
+def _rows(path: Path) -> int:
+    """Of a table; raises `UserError` for one without a footer, not written to its end."""
     import pyarrow.parquet as pq
 
     try:
-        pq.read_metadata(path)
+        return pq.read_metadata(path).num_rows
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise UserError(
             f"{path.parent.name}/{path.name} is damaged ({type(error).__name__}); {_mend(path)}"

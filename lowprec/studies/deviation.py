@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec import UserError
-from lowprec.attention.reference import check_inputs, emulate, oracle
+from lowprec.attention.inputs import check_inputs
+from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import BF16, Format, round_to
 from lowprec.numerics.policy import PrecisionPolicy
 

@@ -10,7 +10,7 @@ import math
 import pandas as pd
 import torch
 
-from lowprec.attention.reference import causal_mask, for_queries, of_keys
+from lowprec.attention.inputs import causal_mask, for_queries, of_keys
 from lowprec.diagnose import compare, contenders
 from lowprec.numerics.formats import BF16, round_to
 

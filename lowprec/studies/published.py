@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowprec.attention.reference import causal_mask, check_inputs
+from lowprec.attention.inputs import causal_mask, check_inputs
 
 FLOOR = 1e-10
 """Least sum of a block."""

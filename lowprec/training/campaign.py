@@ -344,7 +344,10 @@ def only_process(lock: Path):
 def outcome(job: Job, log: Path) -> str:
     """How a run that is over went: "done in N s, exploded at STEP" or "failed (WHY), see LOG"."""
     if job.out.exists():
-        run = load_run(job.out)
+        try:
+            run = load_run(job.out)
+        except UserError as error:  # the others have been run
+            return f"failed ({error})"
         went = f"done in {run.info['seconds']:.0f} s"
         if rise := run.explosion:
             seen = "exploded" if rise.confirmed else "loss rose, unconfirmed,"

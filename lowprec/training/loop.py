@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import math
 import os
@@ -177,7 +178,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
     """Train from where the recorder stands; the model and why the run ended."""
     torch.manual_seed(config.seed)
-    model = GPT(config.model()).to(group.device)
+    shape = dataclasses.replace(config.model(), vocab_size=tokens.vocab_size)
+    model = GPT(shape).to(group.device)
     on_gpu = torch.device(group.device).type == "cuda"
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,

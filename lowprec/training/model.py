@@ -22,11 +22,11 @@ from torch import nn
 from lowprec import UserError
 from lowprec.attention import PROBE_COLUMNS, attention
 from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.training.data.text import VOCABULARIES
 from lowprec.training.rotary import rotate, rotation
 
-VOCAB_SIZE = 50304
-"""GPT-2's 50,257 tokens padded to a multiple of 128."""
-
+VOCAB_SIZE = VOCABULARIES["gpt2"]
+"""Of GPT-2's tokens; the trainer takes that of the tokens it reads."""
 
 PARTS = dict(positions=("learned", "rotary", "none"), norm=("layer", "rms"), mlp=("gelu", "swiglu"))
 """Parts of the model that can be exchanged, and for what."""

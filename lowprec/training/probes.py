@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 
 from lowprec.attention import trace
-from lowprec.attention.reference import outside_autocast
+from lowprec.attention.inputs import outside_autocast
 from lowprec.numerics.policy import ALL_FP32, PrecisionPolicy
 from lowprec.training.rotary import rotate
 

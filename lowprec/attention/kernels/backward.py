@@ -19,8 +19,14 @@ from lowprec.attention.kernels.rounding import (
     operand,
     round_bf16,
     round_site,
-    scores,
     store_rows,
+)
+from lowprec.attention.kernels.views import (
+    keys_of,
+    queries_of,
+    scale_of,
+    scores,
+    view_of,
     visible,
 )
 
@@ -42,42 +48,27 @@ def load_lse(p_lse, o_row, o_q, n, EVEN: tl.constexpr):
 
 
 @triton.jit
-def p_and_dp(
-    b_product, b_dp, b_lse, o_q, o_k, n, scale, who,
-    S: tl.constexpr, EXACT: tl.constexpr, DP: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
+def p_and_dp(b_product, b_dp, b_lse, o_q, o_k, where, c: tl.constexpr):
     """P = exp(s - L) in FP32 and rnd_dp(dO V^T); all arguments broadcast to the block's shape."""
-    b_stored, b_s = scores(b_product, o_q, o_k, n, scale, who, S, EXACT, NATIVE)
-    b_p = exp_difference(b_stored, b_s, b_lse, scale, S, EXACT)
-    return b_p, round_site(b_dp, DP, who, o_q, o_k, NATIVE)
+    n, scale, who, view = where
+    b_stored, b_s = scores(b_product, o_q, o_k, where, c)
+    b_p = exp_difference(b_stored, b_s, b_lse, scale_of(where, c), c.s, c.exact)
+    return b_p, round_site(b_dp, c.dp, who, o_q, o_k, c.native)
 
 
 @triton.jit
 def products(b_q, b_do, keys, b_lse, o_q, o_k, where, c: tl.constexpr, MASKED: tl.constexpr):
     """(k, P, dp) of one block of keys.  # [BN, D], [BM, BN], [BM, BN]"""
     p_k, p_v, skt, svt = keys
-    n, scale, who = where
+    n, scale, who, view = where
     b_k = load_rows(p_k, skt, o_k, n, c.d, c.even or not MASKED, c.native)
     b_v = load_rows(p_v, svt, o_k, n, c.d, c.even or not MASKED, c.native)
     zeros = tl.full([b_q.shape[0], c.bn], 0, tl.float32)
     b_x = dot(b_q, tl.trans(b_k), zeros, c.pieces, c.native)
     b_dp = dot(b_do, tl.trans(b_v), zeros, c.pieces, c.native)
-    b_p, b_dp = p_and_dp(
-        b_x,
-        b_dp,
-        b_lse[:, None],
-        o_q[:, None],
-        o_k[None, :],
-        n,
-        scale,
-        who,
-        c.s,
-        c.exact,
-        c.dp,
-        c.native,
-    )
+    b_p, b_dp = p_and_dp(b_x, b_dp, b_lse[:, None], o_q[:, None], o_k[None, :], where, c)
     if MASKED:
-        b_p = tl.where(visible(o_q[:, None], o_k[None, :], n, c.causal), b_p, 0.0)
+        b_p = tl.where(visible(o_q[:, None], o_k[None, :], where, c), b_p, 0.0)
     return b_k, b_p, b_dp
 
 
@@ -87,7 +78,7 @@ def sum_p_dp(
 ):  # fmt: skip
     """Add the keys lo to hi to delta = rowsum(P * dp).  # [BM]"""
     p_k, p_v, skt, svt = keys
-    n, scale, who = where
+    n, scale, who, view = where
     for first in range(lo, hi, c.bn):
         o_k = first + tl.arange(0, c.bn)
         _, b_p, b_dp = products(b_q, b_do, keys, b_lse, o_q, o_k, where, c, MASKED)
@@ -107,7 +98,7 @@ def sum_dq(
     units that form exp2.  # [BM, D], [BM, 8], [BM, D]
     """
     p_k, p_v, skt, svt = keys
-    n, scale, who = where
+    n, scale, who, view = where
     for first in range(lo, hi, c.bn):
         o_k = first + tl.arange(0, c.bn)
         b_k, b_p, b_dp = products(b_q, b_do, keys, b_lse, o_q, o_k, where, c, MASKED)
@@ -146,7 +137,7 @@ def attention_bwd_mean_key_kernel(p_k, p_mean, strides, n, c: tl.constexpr):
 @triton.jit(do_not_specialize=["seed"])
 def attention_bwd_dq_kernel(
     p_q, p_k, p_v, p_do, p_o, p_o_fp32, p_mean, p_lse, p_ties, p_delta, p_delta_dk, p_delta_o,
-    p_delta_ref, p_sums, p_dq, strides, n, scale, seed, c: tl.constexpr,
+    p_delta_ref, p_sums, p_dq, strides, mask, scale, seed, c: tl.constexpr,
 ):  # fmt: skip
     """One block of BM queries: delta, and dq = scale * ds k, in the inputs' dtype.
 
@@ -159,47 +150,48 @@ def attention_bwd_dq_kernel(
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sob, soh, sot, sgb, sgh, sgt = (
         strides
     )
-    n_blocks = tl.cdiv(n, c.bm)
+    n_q, n = mask[0], mask[1]
+    n_blocks = tl.cdiv(n_q, c.bm)
     pid = tl.program_id(0)
     pid_bh = pid // n_blocks
     batch, head = (pid_bh // c.h).to(tl.int64), (pid_bh % c.h).to(tl.int64)
     who = (seed, batch, head)
+    view = view_of(mask, batch, head, c)
     block = n_blocks - 1 - pid % n_blocks  # causal: the longest rows first
     start = block * c.bm
     o_q = start + tl.arange(0, c.bm)
     o_d = tl.arange(0, c.d)[None, :]
-    o_row = pid_bh.to(tl.int64) * n + o_q
+    o_row = pid_bh.to(tl.int64) * n_q + o_q
     p_k += batch * skb + head // c.group * skh
     p_v += batch * svb + head // c.group * svh
-    keys, where = (p_k, p_v, skt, svt), (n, scale, who)
+    keys, where = (p_k, p_v, skt, svt), (n, scale, who, view)
     o_bh = batch * sob + head * soh
-    b_q = load_rows(p_q + batch * sqb + head * sqh, sqt, o_q, n, c.d, c.even, c.native)
-    b_do = load_rows(p_do + batch * sdb + head * sdh, sdt, o_q, n, c.d, c.even, c.native)
-    b_lse = load_lse(p_lse, o_row, o_q, n, c.even)
-    end = tl.minimum(start + c.bm, n) if c.causal else n
-    mid = ((start + 1) if c.causal else n) // c.bn * c.bn  # every query here sees keys below it
+    b_q = load_rows(p_q + batch * sqb + head * sqh, sqt, o_q, n_q, c.d, c.even, c.native)
+    b_do = load_rows(p_do + batch * sdb + head * sdh, sdt, o_q, n_q, c.d, c.even, c.native)
+    b_lse = load_lse(p_lse, o_row, o_q, n_q, c.even)
+    begin, mid, end = keys_of(start, n, view, c)
 
     MEASURED: tl.constexpr = c.probe or c.delta_bias != 0
     b_delta = tl.full([c.bm], 0, tl.float32)
     if MEASURED or c.delta_from == "o" or c.delta_from == "o_split":
-        b_o = load_rows(p_o + o_bh, sot, o_q, n, c.d, c.even, c.native).to(tl.float32)
+        b_o = load_rows(p_o + o_bh, sot, o_q, n_q, c.d, c.even, c.native).to(tl.float32)
     if (
         MEASURED
         or c.delta_from == "o_fp32"
         or c.delta_from == "o_split"
         or c.delta_from == "o_redrawn"
     ):
-        b_o_fp32 = load_rows(p_o_fp32 + o_bh, sot, o_q, n, c.d, c.even, c.native).to(tl.float32)
+        b_o_fp32 = load_rows(p_o_fp32 + o_bh, sot, o_q, n_q, c.d, c.even, c.native).to(tl.float32)
     if MEASURED or c.delta_from == "o":
         b_dodo = round_site(b_do.to(tl.float32) * b_o, c.dodo, who, o_q[:, None], o_d, c.native)
         b_delta = tl.sum(b_dodo, 1)
     if MEASURED:
         b_ref = tl.sum(b_do.to(tl.float32) * b_o_fp32, 1)
-        b_bias = tl.where(o_q < n, b_delta - b_ref, 0.0)
+        b_bias = tl.where(o_q < n_q, b_delta - b_ref, 0.0)
     if c.probe:
-        m_tied = tl.load(p_ties + o_row, mask=o_q < n, other=0) > 1
-        tl.store(p_delta_o + o_row, b_delta, mask=o_q < n)
-        tl.store(p_delta_ref + o_row, b_ref, mask=o_q < n)
+        m_tied = tl.load(p_ties + o_row, mask=o_q < n_q, other=0) > 1
+        tl.store(p_delta_o + o_row, b_delta, mask=o_q < n_q)
+        tl.store(p_delta_ref + o_row, b_ref, mask=o_q < n_q)
         p_block = p_sums + (pid_bh.to(tl.int64) * n_blocks + block) * 3
         tl.store(p_block, tl.sum(b_bias, 0))
         tl.store(p_block + 1, tl.sum(tl.abs(b_bias), 0))
@@ -215,25 +207,25 @@ def attention_bwd_dq_kernel(
         b_delta = tl.sum(b_dodo, 1)
     elif c.delta_from == "dp":
         b_delta = tl.full([c.bm], 0, tl.float32)
-        b_delta = sum_p_dp(b_q, b_do, keys, b_lse, b_delta, o_q, 0, mid, where, c, False)
+        b_delta = sum_p_dp(b_q, b_do, keys, b_lse, b_delta, o_q, begin, mid, where, c, False)
         b_delta = sum_p_dp(b_q, b_do, keys, b_lse, b_delta, o_q, mid, end, where, c, True)
     if c.delta_bias != 0:
         b_delta += c.delta_bias * tl.abs(b_bias)
-    tl.store(p_delta + o_row, b_delta, mask=o_q < n)
+    tl.store(p_delta + o_row, b_delta, mask=o_q < n_q)
 
     b_dq = tl.full([c.bm, c.d], 0, tl.float32)
     b_sum = tl.full([c.bm, 8], 0, tl.float32)
     b_pk = tl.full([c.bm, c.d], 0, tl.float32)
     if c.tile == 0:
         b_dq, b_sum, b_pk = sum_dq(
-            b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, b_pk, o_q, 0, mid, where, c, False
+            b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, b_pk, o_q, begin, mid, where, c, False
         )  # fmt: skip
         b_dq, b_sum, b_pk = sum_dq(
             b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, b_pk, o_q, mid, end, where, c, True
         )  # fmt: skip
         b_dq = round_site(b_dq, c.dq_acc, who, o_q[:, None], o_d, c.native)
     else:
-        for first in range(0, end, c.tile):
+        for first in range(begin // c.tile * c.tile, end, c.tile):
             last = tl.minimum(first + c.tile, end)
             seen = tl.minimum(tl.maximum(mid, first), last)
             b_new = tl.full([c.bm, c.d], 0, tl.float32)
@@ -258,8 +250,8 @@ def attention_bwd_dq_kernel(
         b_dq -= b_row_sum[:, None] * b_mean
     elif c.row_sum == "refined":
         b_dq -= b_row_sum[:, None] * b_pk
-        tl.store(p_delta_dk + o_row, b_delta + b_row_sum, mask=o_q < n)
-    store_rows(p_dq + batch * sgb + head * sgh, sgt, o_q, n, scale * b_dq, c.d, c.native)
+        tl.store(p_delta_dk + o_row, b_delta + b_row_sum, mask=o_q < n_q)
+    store_rows(p_dq + batch * sgb + head * sgh, sgt, o_q, n_q, scale * b_dq, c.d, c.native)
 
 
 @triton.jit
@@ -270,35 +262,22 @@ def sum_dk_dv(
 
     MASKED: some of these queries do not see all keys of the block (causal).
     """
-    p_q, p_do, p_lse, p_delta, sqt, sdt, row = queries
-    n, scale, who = where
+    p_q, p_do, p_lse, p_delta, sqt, sdt, row, n_q = queries
+    n, scale, who, view = where
     for start in range(lo, hi, c.bm):
         o_q = start + tl.arange(0, c.bm)
-        b_q = load_rows(p_q, sqt, o_q, n, c.d, c.even, c.native)
-        b_do = load_rows(p_do, sdt, o_q, n, c.d, c.even, c.native)
-        b_lse = load_lse(p_lse, row + o_q, o_q, n, c.even)
-        b_delta = load_row(p_delta, row + o_q, o_q, n, 0.0, c.even)
+        b_q = load_rows(p_q, sqt, o_q, n_q, c.d, c.even, c.native)
+        b_do = load_rows(p_do, sdt, o_q, n_q, c.d, c.even, c.native)
+        b_lse = load_lse(p_lse, row + o_q, o_q, n_q, c.even)
+        b_delta = load_row(p_delta, row + o_q, o_q, n_q, 0.0, c.even)
         zeros = tl.full([b_k.shape[0], c.bm], 0, tl.float32)
         b_x = dot(b_k, tl.trans(b_q), zeros, c.pieces, c.native)  # [BN, BM]
         b_dp = dot(b_v, tl.trans(b_do), zeros, c.pieces, c.native)
-        b_p, b_dp = p_and_dp(
-            b_x,
-            b_dp,
-            b_lse[None, :],
-            o_q[None, :],
-            o_k[:, None],
-            n,
-            scale,
-            who,
-            c.s,
-            c.exact,
-            c.dp,
-            c.native,
-        )
+        b_p, b_dp = p_and_dp(b_x, b_dp, b_lse[None, :], o_q[None, :], o_k[:, None], where, c)
         if MASKED:
-            b_p = tl.where(o_k[:, None] <= o_q[None, :], b_p, 0.0)
+            b_p = tl.where(visible(o_q[None, :], o_k[:, None], where, c), b_p, 0.0)
         if not c.even:  # 0 times an infinite key is NaN
-            b_p = tl.where(o_q[None, :] < n, b_p, 0.0)
+            b_p = tl.where(o_q[None, :] < n_q, b_p, 0.0)
         b_ds = b_p * (b_dp - b_delta[None, :])
         b_p = operand(b_p, c.p_bwd, who, o_q[None, :], o_k[:, None], c.native)
         b_ds = operand(b_ds, c.ds, who, o_q[None, :], o_k[:, None], c.native)
@@ -310,20 +289,19 @@ def sum_dk_dv(
 @triton.jit
 def add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c: tl.constexpr):
     """Add the queries of a head to the accumulators of the keys from `first`.  # [BN, D] each"""
-    n, scale, who = where
+    n, scale, who, view = where
     o_d = tl.arange(0, c.d)[None, :]
-    begin = first // c.bm * c.bm if c.causal else 0  # queries below it see none of these keys
-    mid = tl.cdiv(first + c.bn - 1, c.bm) * c.bm if c.causal else 0  # those from it see all
+    begin, mid, end = queries_of(first, queries[7], view, c)
     if c.tile == 0:
         b_dk, b_dv = sum_dk_dv(
-            b_k, b_v, queries, b_dk, b_dv, o_k, begin, tl.minimum(mid, n), where, c, True
+            b_k, b_v, queries, b_dk, b_dv, o_k, begin, tl.minimum(mid, end), where, c, True
         )  # fmt: skip
-        b_dk, b_dv = sum_dk_dv(b_k, b_v, queries, b_dk, b_dv, o_k, mid, n, where, c, False)
+        b_dk, b_dv = sum_dk_dv(b_k, b_v, queries, b_dk, b_dv, o_k, mid, end, where, c, False)
         b_dk = round_site(b_dk, c.dkdv_acc, who, o_k[:, None], o_d, c.native)
         b_dv = round_site(b_dv, c.dkdv_acc, who, o_k[:, None], o_d + 2 * c.d, c.native)
     else:
-        for tile in range(begin // c.tile * c.tile, n, c.tile):
-            lo, last = tl.maximum(tile, begin), tl.minimum(tile + c.tile, n)
+        for tile in range(begin // c.tile * c.tile, end, c.tile):
+            lo, last = tl.maximum(tile, begin), tl.minimum(tile + c.tile, end)
             seen = tl.minimum(tl.maximum(mid, lo), last)
             b_dk_new = tl.full([c.bn, c.d], 0, tl.float32)
             b_dv_new = tl.full([c.bn, c.d], 0, tl.float32)
@@ -345,7 +323,8 @@ def add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def attention_bwd_dkdv_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, strides, n, scale, seed, c: tl.constexpr,
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, strides, mask, scale, seed,
+    c: tl.constexpr,
 ):  # fmt: skip
     """One block of BN keys: dk = scale * ds^T q and dv = p_bwd^T dO, in the inputs' dtype, summed
     over the heads of queries that read these keys, the first one first.
@@ -354,6 +333,7 @@ def attention_bwd_dkdv_kernel(
     """
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sgb, sgh, sgt = strides
     KEY_HEADS: tl.constexpr = c.h // c.group
+    n_q, n = mask[0], mask[1]
     n_blocks = tl.cdiv(n, c.bn)
     pid = tl.program_id(0)
     pid_bh = pid // n_blocks
@@ -366,10 +346,11 @@ def attention_bwd_dkdv_kernel(
     b_dv = tl.full([c.bn, c.d], 0, tl.float32)
     for i in range(c.group):
         reader = head * c.group + i
-        row = (pid_bh.to(tl.int64) * c.group + i) * n
+        row = (pid_bh.to(tl.int64) * c.group + i) * n_q
         p_q_head, p_do_head = p_q + batch * sqb + reader * sqh, p_do + batch * sdb + reader * sdh
-        queries = (p_q_head, p_do_head, p_lse, p_delta, sqt, sdt, row)
-        where = (n, scale, (seed, batch, reader))
+        queries = (p_q_head, p_do_head, p_lse, p_delta, sqt, sdt, row, n_q)
+        view = view_of(mask, batch, reader, c)
+        where = (n, scale, (seed, batch, reader), view)
         b_dk, b_dv = add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c)
     o_bh = batch * sgb + head * sgh
     store_rows(p_dk + o_bh, sgt, o_k, n, scale * b_dk, c.d, c.native)

@@ -10,18 +10,22 @@ import triton
 import triton.language as tl
 
 from lowprec.attention.kernels.rounding import (
-    STOCHASTIC,
     difference,
     dot,
     exp,
     exp_difference,
     load_rows,
-    masked,
     operand,
     random_words,
     round_site,
-    scores,
     store_rows,
+)
+from lowprec.attention.kernels.views import (
+    keys_of,
+    masked,
+    scale_of,
+    scores,
+    view_of,
     visible,
 )
 
@@ -44,29 +48,30 @@ def find_maxima(
     SECOND: tl.constexpr,
 ):  # fmt: skip
     """First pass over keys lo to hi: maxima of the products, or of s if its rounding is random."""
-    n, scale, who = where
+    n, scale, who, view = where
     for first in range(lo, hi, c.bn):
         o_k = first + tl.arange(0, c.bn)
         b_k = load_rows(p_k, skt, o_k, n, c.d, c.even or not MASKED, c.native)
         b_x = tl.full([b_q.shape[0], c.bn], 0, tl.float32)
         b_x = dot(b_q, tl.trans(b_k), b_x, c.pieces, c.native)
-        if (c.s >> 8) & 255 == STOCHASTIC:
-            _, b_x = scores(b_x, o_q[:, None], o_k[None, :], n, scale, who, c.s, c.exact, c.native)
+        if c.direct:
+            _, b_x = scores(b_x, o_q[:, None], o_k[None, :], where, c)
         if MASKED:
-            b_x = masked(b_x, o_q, o_k, n, c.causal)
+            b_x = masked(b_x, o_q, o_k, where, c)
         b_r, b_r2 = maxima(b_x, b_r, b_r2, SECOND)
     return b_r, b_r2
 
 
 @triton.jit
-def as_scores(b_r, n, scale, S: tl.constexpr, NATIVE: tl.constexpr):
+def as_scores(b_r, where, c: tl.constexpr):
     """Row maxima of products as maxima of s: rounding to a neighbour and a positive scale keep
-    the order. (With random rounding `find_maxima` has looked at s itself.)"""
-    if (S >> 8) & 255 == STOCHASTIC:
+    the order. (With random rounding or a bias `find_maxima` has looked at s itself.)"""
+    n, scale, who, view = where
+    if c.direct:
         return b_r
     else:
-        _, b_s = scores(b_r, 0, 0, n, scale, (0, 0, 0), S, False, NATIVE)
-        return b_s
+        b_s = round_site(b_r, c.s, (0, 0, 0), 0, 0, c.native) * scale
+        return round_site(b_s, c.s, (0, 0, 0), 0, n, c.native)
 
 
 @triton.jit
@@ -97,20 +102,18 @@ def weighted_sum(
     c: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Second pass over one hardware block: add its p to the row's sums and p v to the output."""
-    n, scale, who = where
-    b_stored, b_s = scores(
-        b_product, o_q[:, None], o_k[None, :], n, scale, who, c.s, c.exact, c.native
-    )
+    n, scale, who, view = where
+    b_stored, b_s = scores(b_product, o_q[:, None], o_k[None, :], where, c)
     if MASKED:
-        b_stored = masked(b_stored, o_q, o_k, n, c.causal)
-        b_s = masked(b_s, o_q, o_k, n, c.causal)
+        b_stored = masked(b_stored, o_q, o_k, where, c)
+        b_s = masked(b_s, o_q, o_k, where, c)
     if c.ties:
         m_top = b_s == b_r[:, None]
         if MASKED:  # where all scores seen are -inf, the hidden keys equal them
-            m_top &= visible(o_q[:, None], o_k[None, :], n, c.causal)
+            m_top &= visible(o_q[:, None], o_k[None, :], where, c)
         b_ties += tl.sum(m_top.to(tl.int32), 1)
     if c.x == 0:
-        b_p = exp_difference(b_stored, b_s, b_finite[:, None], scale, c.s, c.exact)
+        b_p = exp_difference(b_stored, b_s, b_finite[:, None], scale_of(where, c), c.s, c.exact)
     else:
         b_x = difference(b_stored, b_s, b_finite[:, None], scale, c.exact)
         b_p = exp(round_site(b_x, c.x, who, o_q[:, None], o_k[None, :], c.native))
@@ -130,7 +133,7 @@ def weighted_sums(
 ):  # fmt: skip
     """Second pass over keys lo to hi."""
     p_k, p_v, skt, svt = keys
-    n, scale, who = where
+    n, scale, who, view = where
     for first in range(lo, hi, c.bn):
         o_k = first + tl.arange(0, c.bn)
         b_k = load_rows(p_k, skt, o_k, n, c.d, c.even or not MASKED, c.native)
@@ -153,7 +156,7 @@ def rounding_block(
     ONE_PASS: the block is BN keys wide, and MASKED says whether it needs a mask.
     """
     p_k, p_v, skt, svt = keys
-    n, scale, who = where
+    n, scale, who, view = where
     BM: tl.constexpr = b_q.shape[0]
     SECOND: tl.constexpr = c.shift == "beta" or c.shift == "mute"
     o_k = first + tl.arange(0, c.bn)
@@ -165,18 +168,16 @@ def rounding_block(
         b_x = tl.full([BM, c.bn], 0, tl.float32)
         b_x = dot(b_q, tl.trans(b_k), b_x, c.pieces, c.native)
         b_seen = b_x
-        if (c.s >> 8) & 255 == STOCHASTIC:
-            _, b_seen = scores(
-                b_x, o_q[:, None], o_k[None, :], n, scale, who, c.s, c.exact, c.native
-            )
+        if c.direct:
+            _, b_seen = scores(b_x, o_q[:, None], o_k[None, :], where, c)
         if MASKED:
-            b_seen = masked(b_seen, o_q, o_k, n, c.causal)
+            b_seen = masked(b_seen, o_q, o_k, where, c)
         b_r, b_r2 = maxima(b_seen, b_r, b_r2, SECOND)
     else:
         b_r, b_r2 = find_maxima(b_q, p_k, skt, o_q, b_r, b_r2, first, mid, where, c, False, SECOND)
         b_r, b_r2 = find_maxima(b_q, p_k, skt, o_q, b_r, b_r2, mid, last, where, c, True, SECOND)
-    b_r = as_scores(b_r, n, scale, c.s, c.native)
-    b_r2 = as_scores(b_r2, n, scale, c.s, c.native)
+    b_r = as_scores(b_r, where, c)
+    b_r2 = as_scores(b_r2, where, c)
     b_m, b_finite, b_alpha = new_maximum(b_m, b_r, b_r2, o_q, who, n, j, c)
 
     b_total = tl.zeros([BM], tl.float32)
@@ -225,27 +226,29 @@ def rounding_block(
 
 @triton.jit(do_not_specialize=["seed"])
 def attention_fwd_kernel(
-    p_q, p_k, p_v, p_o, p_o_stored, p_o_fp32, p_lse, p_ties, strides, n, scale, seed,
+    p_q, p_k, p_v, p_o, p_o_stored, p_o_fp32, p_lse, p_ties, strides, mask, scale, seed,
     c: tl.constexpr,
 ):  # fmt: skip
     """One block of BM queries: o, lse, and if asked the stored o, the shadow o and the ties.
 
-    c.tile: keys per rounding block, 0 for the whole row. c.even: n is a multiple of BM and BN.
+    mask: lengths of queries and keys, and the rest of `view_of`. c.tile: keys per rounding block, 0
+    for the whole row. c.even: the lengths are multiples of BM and BN.
     """
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh, sot = strides
-    n_blocks = tl.cdiv(n, c.bm)
+    n_q, n = mask[0], mask[1]
+    n_blocks = tl.cdiv(n_q, c.bm)
     pid = tl.program_id(0)
     pid_bh = pid // n_blocks
     batch, head = (pid_bh // c.h).to(tl.int64), (pid_bh % c.h).to(tl.int64)
     who = (seed, batch, head)
+    view = view_of(mask, batch, head, c)
     start = (n_blocks - 1 - pid % n_blocks) * c.bm  # causal: the longest rows first
     o_q = start + tl.arange(0, c.bm)
     p_k += batch * skb + head // c.group * skh
     p_v += batch * svb + head // c.group * svh
-    keys, where = (p_k, p_v, skt, svt), (n, scale, who)
-    b_q = load_rows(p_q + batch * sqb + head * sqh, sqt, o_q, n, c.d, c.even, c.native)
-    end = tl.minimum(start + c.bm, n) if c.causal else n
-    mid = ((start + 1) if c.causal else n) // c.bn * c.bn  # every query here sees keys below it
+    keys, where = (p_k, p_v, skt, svt), (n, scale, who, view)
+    b_q = load_rows(p_q + batch * sqb + head * sqh, sqt, o_q, n_q, c.d, c.even, c.native)
+    begin, mid, end = keys_of(start, n, view, c)
 
     b_m = tl.full([c.bm], float("-inf"), tl.float32)
     b_l = tl.full([c.bm], 0, tl.float32)
@@ -257,11 +260,11 @@ def attention_fwd_kernel(
     b_ties = tl.full([c.bm], 0, tl.int32)
     if c.tile == 0:
         b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
-            b_q, keys, o_q, 0, mid, end, 0, where, b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow,
-            b_top, b_ties, c, False, True,
+            b_q, keys, o_q, begin, mid, end, 0, where, b_m, b_l, b_l_lse, b_acc, b_l_shadow,
+            b_shadow, b_top, b_ties, c, False, True,
         )  # fmt: skip
     elif c.tile == c.bn:
-        for first in range(0, mid, c.bn):
+        for first in range(begin, mid, c.bn):
             b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
                 b_q, keys, o_q, first, mid, end, first // c.tile, where, b_m, b_l, b_l_lse, b_acc,
                 b_l_shadow, b_shadow, b_top, b_ties, c, True, False,
@@ -272,7 +275,7 @@ def attention_fwd_kernel(
                 b_l_shadow, b_shadow, b_top, b_ties, c, True, True,
             )  # fmt: skip
     else:
-        for first in range(0, end, c.tile):
+        for first in range(begin // c.tile * c.tile, end, c.tile):
             last = tl.minimum(first + c.tile, end)
             seen = tl.minimum(tl.maximum(mid, first), last)
             b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
@@ -285,18 +288,18 @@ def attention_fwd_kernel(
     b_o = tl.where(blind[:, None], 0.0, tl.div_rn(b_acc, b_l[:, None]))
     b_o = round_site(b_o, c.o, who, o_q[:, None], o_d, c.native)
     o_bh = batch * sob + head * soh
-    store_rows(p_o + o_bh, sot, o_q, n, b_o, c.d, c.native)
+    store_rows(p_o + o_bh, sot, o_q, n_q, b_o, c.d, c.native)
     if c.stored:
-        store_rows(p_o_stored + o_bh, sot, o_q, n, b_o, c.d, c.native)
+        store_rows(p_o_stored + o_bh, sot, o_q, n_q, b_o, c.d, c.native)
     if c.shadow:
         if c.o_acc == 0:
             b_shadow = b_acc
         b_o = tl.where(blind[:, None], 0.0, tl.div_rn(b_shadow, b_l_shadow[:, None]))
-        store_rows(p_o_fp32 + o_bh, sot, o_q, n, b_o, c.d, c.native)
-    o_row = pid_bh.to(tl.int64) * n + o_q
+        store_rows(p_o_fp32 + o_bh, sot, o_q, n_q, b_o, c.d, c.native)
+    o_row = pid_bh.to(tl.int64) * n_q + o_q
     if c.l_from == "p_both":
         b_l = b_l_lse
     b_lse = tl.where(blind, float("-inf"), b_m + tl.log(b_l))
-    tl.store(p_lse + o_row, b_lse, mask=o_q < n)
+    tl.store(p_lse + o_row, b_lse, mask=o_q < n_q)
     if c.ties:
-        tl.store(p_ties + o_row, b_ties, mask=o_q < n)
+        tl.store(p_ties + o_row, b_ties, mask=o_q < n_q)

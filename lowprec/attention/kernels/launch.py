@@ -18,12 +18,19 @@ from lowprec import UserError
 from lowprec.attention.kernels import backward as bwd
 from lowprec.attention.kernels import forward as fwd
 from lowprec.attention.kernels.rounding import Constants, redrawn_code, site_code
+from lowprec.attention.masks import Mask
 from lowprec.numerics.policy import DITHER, SITES, PrecisionPolicy
 
 HEAD_DIMS = (16, 32, 64, 128)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LONGEST = 2**30
 """A tile that holds any row."""
+MODES = {
+    "l_from": ("p_unnorm", "p_rounded", "p_both"),
+    "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "dp"),
+    "row_sum": ("as_rounded", "removed", "refined"),
+}
+"""What the kernels do of `policy.CHOICES`, to which a fork may add."""
 NATIVE = not isinstance(fwd.attention_fwd_kernel, InterpretedFunction)
 """False under TRITON_INTERPRET=1, where the kernels run on CPU tensors."""
 
@@ -50,6 +57,12 @@ def check_supported(policy: PrecisionPolicy, tile: int | None = None) -> None:
     """Raise `UserError`, naming the field, for what the kernels do not honour."""
     for name in SITES:
         site_code(policy, name)
+    for name, modes in MODES.items():
+        if getattr(policy, name) not in modes:
+            raise UserError(
+                f"the Triton kernels do not honour policy field {name}={getattr(policy, name)}; "
+                "use impl='emulate'"
+            )
     if tile is not None and (tile < 16 or tile & (tile - 1)):
         raise UserError(
             f"tile={tile}: a rounding block in the Triton kernels is 16, 32, 64 ... keys (a power "
@@ -64,16 +77,22 @@ def check_tensors(q, k, v, scale: float) -> None:
         raise UserError(f"the Triton kernels take {', '.join(DTYPES.values())}, not {q.dtype}")
     if q.shape[3] not in HEAD_DIMS:
         raise UserError(f"head_dim={q.shape[3]} is not one of {HEAD_DIMS}; {mend}")
-    if len(q) != len(k) or q.shape[2:] != k.shape[2:]:
-        raise UserError(f"the Triton kernels take as many queries as keys; {mend}")
+    if len(q) != len(k):
+        raise UserError(f"batches of {len(q)} queries and {len(k)} keys must be alike")
+    if q.shape[3] != v.shape[3]:
+        raise UserError(
+            f"the Triton kernels take values of the head_dim of queries, {q.shape[3]}, not "
+            f"{v.shape[3]}; {mend}"
+        )
     if q.shape[1] % k.shape[1]:
         raise UserError(f"{k.shape[1]} heads of keys must divide the {q.shape[1]} of queries")
     if not scale > 0:
         raise UserError(f"the Triton kernels need a positive scale, not {scale}; {mend}")
     ours = q.shape[1] * q.shape[3]  # of outputs and gradients, see `new_rows`
-    if q.shape[2] * max(ours, *(x.stride(2) for x in (q, k, v))) >= 2**31:
+    longest = max(q.shape[2], k.shape[2])
+    if longest * max(ours, *(x.stride(2) for x in (q, k, v))) >= 2**31:
         raise UserError(
-            f"seqlen={q.shape[2]} with these strides needs offsets beyond 32 bits within a head; "
+            f"seqlen={longest} with these strides needs offsets beyond 32 bits within a head; "
             f"make q, k, v contiguous, take fewer heads at once, or {mend}"
         )
     if NATIVE and not q.is_cuda:
@@ -89,7 +108,7 @@ def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
     return {name: site_code(policy, name) for name in sites}
 
 
-def blocks(kernel: str, d: int, n: int, tile: int, dtype) -> tuple[dict, dict]:
+def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
     """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick."""
     if not NATIVE:
         bm, bn, options = 128, 128, {}
@@ -106,7 +125,8 @@ def blocks(kernel: str, d: int, n: int, tile: int, dtype) -> tuple[dict, dict]:
             options["maxnreg"] = registers
     if tile:  # the side that the kernel walks along
         bm, bn = (min(bm, tile), bn) if kernel == "dkdv" else (bm, min(bn, tile))
-    return dict(bm=bm, bn=bn, tile=tile, even=n % bm == 0 and n % bn == 0), options
+    even = lengths[0] % bm == 0 and lengths[1] % bn == 0
+    return dict(bm=bm, bn=bn, tile=tile, even=even), options
 
 
 def last_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -119,14 +139,36 @@ def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
-def common(q, k, causal: bool, scale: float, policy: PrecisionPolicy) -> dict:
+def common(q, k, mask: Mask, bias, scale: float, policy: PrecisionPolicy) -> dict:
     """Constants of every kernel."""
     power_of_two = math.frexp(scale)[0] == 0.5
+    random = policy.s.rounding == "stochastic"
+    plain = mask.plain and not (mask.causal and q.shape[2] != k.shape[2])
     return dict(
-        h=q.shape[1], group=q.shape[1] // k.shape[1], d=q.shape[3], causal=causal, native=NATIVE,
-        exact=power_of_two and policy.s.fmt.exponent_bits == 8,
-        pieces=3 if q.dtype == torch.float32 else 2,
+        h=q.shape[1], group=q.shape[1] // k.shape[1], d=q.shape[3], causal=mask.causal,
+        native=NATIVE, exact=power_of_two and policy.s.fmt.exponent_bits == 8 and bias is None,
+        pieces=3 if q.dtype == torch.float32 else 2, plain=plain and bias is None,
+        window=mask.window, ranged=mask.keys is not None, dense=mask.dense is not None,
+        bias=bias is not None, direct=random or bias is not None,
     )  # fmt: skip
+
+
+def mask_arguments(q, k, mask: Mask, bias) -> tuple:
+    """(queries, keys, offset, ranges of keys, dense, its strides, bias, its strides).
+
+    q stands for a tensor that is not there. Strides are of (B, H, L, S), 0 where a part is shared.
+    """
+    shape = (*q.shape[:3], k.shape[2])
+    keys = q if mask.keys is None else mask.keys.to(q.device, torch.int32).contiguous()
+    found = [q.shape[2], k.shape[2], mask.offset, keys]
+    for x in (mask.dense, bias):
+        if x is None:
+            found += [q, (0, 0, 0, 0)]
+        else:  # Triton loads bytes, and the interpreter no BF16 that it could add
+            x = x.to(q.device)
+            x = (x.view(torch.uint8) if x.dtype == torch.bool else x.float()).expand(shape)
+            found += [x, x.stride()]
+    return tuple(found)
 
 
 def on_device(x: torch.Tensor):
@@ -142,29 +184,35 @@ def new_rows(q, dtype=None):
 
 
 def forward(
-    q, k, v, policy, causal, scale, tile=None, seed=0, stored=False, shadow=False, ties=False
-):
+    q, k, v, policy, causal, scale, tile=None, seed=0, stored=False, shadow=False, ties=False,
+    mask=None, bias=None,
+):  # fmt: skip
     """(o, o_stored, o_fp32, lse, ties) of attention; None where not asked for.
 
     q: (B, H, T, D), bfloat16, float16 or float32; k, v: as q, or with fewer heads, each read by as
-    many consecutive heads of q. o: as q. o_stored: float32, o as the policy
-    stores it, wanted where q's dtype cannot hold that. o_fp32: float32, the shadow output. lse:
-    (B, H, T) float32. ties: (B, H, T) int32, scores equal to the row's maximum. A row whose scores
-    are all -inf gives o = 0 and lse = -inf; a score of +inf or NaN gives NaN in its row.
+    many consecutive heads of q, and with another T. mask: a lowered `Mask`, in place of causal;
+    bias: floats to add to s, each dimension that of (B, H, queries, keys) or 1.
+    o: as q. o_stored: float32, o as the policy stores it, wanted where q's dtype cannot hold that.
+    o_fp32: float32, the shadow output. lse: (B, H, T) float32. ties: (B, H, T) int32, scores equal
+    to the row's maximum. A row that sees no key, or whose scores are all -inf, gives o = 0 and
+    lse = -inf; a score of +inf or NaN gives NaN in its row.
     """
     check_supported(policy, tile)
     check_tensors(q, k, v, scale)
     q, k, v = (last_contiguous(x) for x in (q, k, v))
+    mask = mask or Mask(causal=causal)
     b, h, n, d = q.shape
+    lengths = n, k.shape[2]
     o = new_rows(q)
     o_stored = new_rows(q, torch.float32) if stored else None
     o_fp32 = new_rows(q, torch.float32) if shadow else None
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     b_ties = torch.empty_like(lse, dtype=torch.int32) if ties else None
-    sizes, options = blocks("forward", d, n, 0 if tile is None or tile >= n else tile, q.dtype)
+    tile = 0 if tile is None or tile >= max(lengths) else tile
+    sizes, options = blocks("forward", d, lengths, tile, q.dtype)
     shift = policy.shift
     known = Constants(
-        **common(q, k, causal, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
+        **common(q, k, mask, bias, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
         **codes(policy, "s", "x", "p", "l", "o_acc", "o"),
         l_from=policy.l_from, l_floor=policy.l_floor,
         shift=shift.kind, beta=shift.beta, gamma=shift.gamma, tol=shift.tol,
@@ -172,8 +220,8 @@ def forward(
     )  # fmt: skip
     with on_device(q):
         fwd.attention_fwd_kernel[(triton.cdiv(n, known.bm) * b * h,)](
-            q, k, v, o, o_stored, o_fp32, lse, b_ties, strides(q, k, v, o), n, scale, seed, known,
-            **options,
+            q, k, v, o, o_stored, o_fp32, lse, b_ties, strides(q, k, v, o),
+            mask_arguments(q, k, mask, bias), scale, seed, known, **options,
         )  # fmt: skip
     return o, o_stored, o_fp32, lse, b_ties
 
@@ -194,8 +242,9 @@ def _mean_key(k, same: dict) -> torch.Tensor:
 
 
 def backward(
-    do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile=None, seed=0, probe=False
-):
+    do, q, k, v, o, o_fp32, lse, ties, policy, causal, scale, tile=None, seed=0, probe=False,
+    mask=None, bias=None,
+):  # fmt: skip
     """(dq, dk, dv, delta, delta_o, delta_ref, sums); the last three None without `probe`.
 
     o: the output as the backward reads it (`o_stored` of `forward` if there is one); o_fp32: the
@@ -207,15 +256,18 @@ def backward(
     of rows whose largest score is tied.
     """
     do, q, k, v = (last_contiguous(x) for x in (do, q, k, v))
+    mask = mask or Mask(causal=causal)
     b, h, n, d = q.shape
+    lengths = n, k.shape[2]
     delta, sums, delta_o, delta_ref = torch.empty_like(lse), None, None, None
-    same = common(q, k, causal, scale, policy)
-    tile = 0 if tile is None or tile >= n else tile
+    same = common(q, k, mask, bias, scale, policy)
+    view = mask_arguments(q, k, mask, bias)
+    tile = 0 if tile is None or tile >= max(lengths) else tile
     dq, dk, dv = (new_rows(x) for x in (q, k, v))
     mean_key = _mean_key(k, same) if policy.row_sum == "removed" else None
     delta_dk = torch.empty_like(lse) if policy.row_sum == "refined" else delta
 
-    sizes, options = blocks("dq", d, n, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
+    sizes, options = blocks("dq", d, lengths, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
     known = Constants(
         **same, **sizes, probe=probe, delta_from=policy.delta_from, redrawn=redrawn_code(policy),
         delta_bias=policy.delta_bias, row_sum=policy.row_sum,
@@ -229,16 +281,16 @@ def backward(
     with on_device(q):
         bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
             q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_dk, delta_o, delta_ref, sums,
-            dq, strides(q, k, v, do, o, dq), n, scale, seed, known, **options,
+            dq, strides(q, k, v, do, o, dq), view, scale, seed, known, **options,
         )  # fmt: skip
     if same["group"] > 1:  # the whole row is the queries of one head, and there are more
         tile = tile or LONGEST
-    sizes, options = blocks("dkdv", d, n, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
+    sizes, options = blocks("dkdv", d, lengths, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
     sites = codes(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc")
     known = Constants(**same, **sizes, **sites)
     with on_device(q):
-        bwd.attention_bwd_dkdv_kernel[(triton.cdiv(n, known.bn) * b * k.shape[1],)](
-            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk), n, scale, seed, known,
-            **options,
+        bwd.attention_bwd_dkdv_kernel[(triton.cdiv(k.shape[2], known.bn) * b * k.shape[1],)](
+            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk), view, scale,
+            seed, known, **options,
         )  # fmt: skip
     return dq, dk, dv, delta, delta_o, delta_ref, sums.sum((0, 2)) if probe else None

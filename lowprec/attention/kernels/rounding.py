@@ -31,10 +31,13 @@ class Constants:
     """What a kernel knows when it is compiled, as one constexpr: shapes, options and sites.
 
     h heads of queries, group of them a head of keys, d head_dim; bm x bn the hardware block; tile
-    keys (queries of a head for dK and dV) a rounding block, 0 for the whole row; even: the length
-    is a multiple of bm and bn; exact, pieces, native: see `scores`, `dot` and above. Each site is
-    its `site_code`, redrawn that of a second rounding of o; the rest are fields of the policy and
-    what the caller wants back.
+    keys (queries of a head for dK and dV) a rounding block, 0 for the whole row; even: the lengths
+    are multiples of bm and bn; exact: see `scores` in `views`; pieces: see `dot`; native: above.
+    plain: the mask is causal from the first query and key on, or there is none. If it is not plain,
+    window, ranged and dense say what there is of `lowprec.attention.masks.Mask`. bias: numbers are
+    added to s; direct: maxima are of s and not of the products.
+    Each site is its `site_code`, redrawn that of a second rounding of o; the rest are fields of the
+    policy and what the caller wants back.
     """
 
     h: int
@@ -48,6 +51,12 @@ class Constants:
     exact: bool
     pieces: int
     native: bool
+    plain: bool = True
+    window: int = 0
+    ranged: bool = False
+    dense: bool = False
+    bias: bool = False
+    direct: bool = False
     s: int = 0
     x: int = 0
     p: int = 0
@@ -288,36 +297,6 @@ def store_rows(p_x, stride_row, o_row, n, b_x, D: tl.constexpr, NATIVE: tl.const
         b_x = round_bf16(b_x, NATIVE)
     p_rows = p_x + o_row[:, None] * stride_row + tl.arange(0, D)[None, :]
     tl.store(p_rows, b_x.to(p_x.dtype.element_ty), mask=o_row[:, None] < n)
-
-
-@triton.jit
-def visible(o_q, o_k, n, CAUSAL: tl.constexpr):
-    """Where a query sees a key; o_q and o_k broadcast to the block's shape. (Causal: a key beyond
-    the end is seen only by queries beyond the end, which are not stored.)"""
-    return o_k <= o_q if CAUSAL else (o_k < n) & (o_q >= 0)
-
-
-@triton.jit
-def masked(b_x, o_q, o_k, n, CAUSAL: tl.constexpr):
-    """-inf where a query does not see a key.  # [BM, BN]"""
-    return tl.where(visible(o_q[:, None], o_k[None, :], n, CAUSAL), b_x, float("-inf"))
-
-
-@triton.jit
-def scores(
-    b_product, o_q, o_k, n, scale, who,
-    S: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """(rnd_s(q k^T), s = rnd_s(scale * rnd_s(q k^T))) from the product; o_q and o_k broadcast.
-
-    EXACT: the scale is a power of two and s has FP32's exponents, so that the second rounding does
-    nothing (but below 2^-120, where exp no longer tells).
-    """
-    b_stored = round_site(b_product, S, who, o_q, o_k, NATIVE)
-    b_s = b_stored * scale
-    if not EXACT:
-        b_s = round_site(b_s, S, who, o_q, o_k + n, NATIVE)
-    return b_stored, b_s
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """Corpora to token shards to batches.
 
 `build` turns a corpus list (`lowprec.training.data.corpora`) or other text
-(`lowprec.training.data.text`) into GPT-2 tokens, kept as safetensors shards. A list carries the
-sha256 of the whole token stream, so two machines that built a corpus hold the same tokens. `batch`
-draws seeded random windows; it is a pure function of (seed, step, row), so that a resumed run, and
-every rank of a parallel one, sees the same data.
+(`lowprec.training.data.text`) into tokens, GPT-2's or bytes, kept as safetensors shards. A list
+carries the sha256 of the whole token stream, so two machines that built a corpus hold the same
+tokens. `batch` draws seeded random windows; it is a pure function of (seed, step, row), so that a
+resumed run, and every rank of a parallel one, sees the same data.
 """
 
 import hashlib
@@ -33,7 +33,9 @@ from lowprec.training.data.corpora import (
 from lowprec.training.data.text import (
     HUB,
     TOKEN,
+    VOCABULARIES,
     VOCABULARY,
+    ByteEncoding,
     Source,
     documents,
     encode,
@@ -113,6 +115,7 @@ def build(
     vocab_dir: Path | None = None,
     processes: int | None = None,
     tokens: int | None = None,
+    vocabulary: str = VOCABULARY,
 ) -> None:
     """Build the token shards of a corpus.
 
@@ -126,11 +129,16 @@ def build(
         processes: tokenizing processes, by default one a core.
         tokens: where to stop, by default at 200 million for fineweb and openwebtext and at the end
             for a path; a list is always built whole.
+        vocabulary: one of VOCABULARIES, for other text than a list.
     """
+    if vocabulary not in VOCABULARIES:
+        raise UserError(f"--vocabulary is {vocabulary}; give {' or '.join(VOCABULARIES)}.")
+    if vocab_dir is not None and vocabulary != VOCABULARY:
+        raise UserError("--vocab-dir is of GPT-2's vocabulary; leave it away.")
     for option, value in {"--processes": processes, "--tokens": tokens}.items():
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}; give 1 or more.")
-    load_encoding = partial(gpt2_encoding, vocab_dir)
+    load_encoding = ByteEncoding if vocabulary == "bytes" else partial(gpt2_encoding, vocab_dir)
     if corpus not in known_corpora():
         source = find_source(corpus)
         out = Path(out or f"shards/{source.name}")
@@ -249,6 +257,11 @@ class Tokens:
     def __len__(self) -> int:
         return sum(map(len, self.shards))
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding of a model that reads them."""
+        return VOCABULARIES[self.vocabulary]
+
     def window(self, start: int, length: int) -> np.ndarray:
         """Return tokens start .. start + length - 1, uint16 (length,), across shard borders."""
         parts, first = [], 0
@@ -258,8 +271,8 @@ class Tokens:
         return np.concatenate(parts)
 
 
-def load_tokens(path: Path | str, vocabulary: str = VOCABULARY, verify: bool = True) -> Tokens:
-    """Open a shard file or a folder of shards.
+def load_tokens(path: Path | str, vocabulary: str | None = None, verify: bool = True) -> Tokens:
+    """Open a shard file or a folder of shards, of one vocabulary or of any that is known.
 
     Checks every header, that no shard is missing and, unless `verify` is False, the sha256 of the
     stream (which reads it once). Raises UserError naming the file that is not as its header says.
@@ -280,10 +293,11 @@ def load_tokens(path: Path | str, vocabulary: str = VOCABULARY, verify: bool = T
             raise UserError(f"{file} is not shard {index} of {first['corpus']}; build it again.")
     if int(first["shards"]) != len(files):
         raise UserError(f"{path} has {len(files)} of {first['shards']} shards; build it again.")
-    if first["vocabulary"] != vocabulary:
+    wanted = VOCABULARIES if vocabulary is None else (vocabulary,)
+    if first["vocabulary"] not in wanted:
         raise UserError(
-            f"{path} was made with the vocabulary {first['vocabulary']}, not {vocabulary}; "
-            "build the shards again with that one."
+            f"{path} was made with the vocabulary {first['vocabulary']}, not "
+            f"{' or '.join(wanted)}; build the shards again with that one."
         )
     shards = tuple(tokens for tokens, _ in opened)
     if verify:

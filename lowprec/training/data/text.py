@@ -1,4 +1,4 @@
-"""Text to tokens: documents from the Hugging Face hub or from your own files, and GPT-2's encoding.
+"""Text to tokens: documents from the Hugging Face hub or from your own files, and encodings.
 
 Every source goes through `datasets` in streaming mode, so nothing is downloaded or held whole.
 Documents are encoded side by side and come back in order: the tokens do not depend on the number
@@ -25,6 +25,8 @@ from tqdm import tqdm
 from lowprec import UserError
 
 VOCABULARY = "gpt2"
+VOCABULARIES = {"gpt2": 50304, "bytes": 384}
+"""Rows of a model's embedding by vocabulary: its tokens, up to a multiple of 128."""
 TOKEN = np.dtype("<u2")
 PIECE = 1 << 18  # characters that one process encodes at a time
 
@@ -183,6 +185,17 @@ def gpt2_encoding(vocab_dir: Path | str | None = None):
         special_tokens={"<|endoftext|>": 50256},
         explicit_n_vocab=50257,
     )
+
+
+class ByteEncoding:
+    """UTF-8 bytes and an end-of-text as 257 tokens, in the form of a `tiktoken.Encoding`: the
+    vocabulary that needs no file and no network."""
+
+    name = "bytes"
+    eot_token = 256
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return list(text.encode(errors="replace"))  # JSON can hold half of a surrogate pair
 
 
 # GPT-2's encoding takes a newline between two visible characters as a unit of its own, so a text

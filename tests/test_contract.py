@@ -1,0 +1,278 @@
+"""What PyTorch's function takes: the same result, forward and backward, within the rounding.
+
+`CASES` is the contract that the page *Take it home* shows, a row a test id. In FP32 under ALL_FP32
+only the order of sums differs. In BF16 under SAFE the distance to float64 is held against PyTorch's
+own. The reference is PyTorch's function where it is right about all of it, on float64 tensors.
+"""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from lowprec import sdpa
+from lowprec.attention import drop_in, operator
+from lowprec.attention.masks import Mask, Scores
+
+PAGE = Path(__file__).resolve().parent.parent / "book" / "take_it_home.md"
+B, H, L, D = 2, 4, 12, 16
+
+
+def random_mask(*shape):
+    seen = torch.rand(shape, generator=torch.Generator().manual_seed(7)) < 0.6
+    seen[..., 0] = True
+    return seen
+
+
+def padding(side):
+    """(B, 1, 1, L): the first sequence is whole, the second has 5 tokens of padding."""
+    seen = torch.ones(2, 1, 1, L, dtype=torch.bool)
+    seen[1, ..., slice(5) if side == "left" else slice(L - 5, L)] = False
+    return seen
+
+
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(8))
+
+
+CAUSAL = torch.ones(L, L, dtype=torch.bool).tril()
+BLIND = CAUSAL.clone()
+BLIND[3] = BLIND[7] = False
+
+CASES = {
+    # id: shapes of query, key, value; arguments
+    "nothing": ({}, {}),
+    "is_causal": ({}, dict(is_causal=True)),
+    "is_causal, more keys": (dict(S=20), dict(is_causal=True)),
+    "is_causal, fewer keys": (dict(S=7), dict(is_causal=True)),
+    "boolean mask (L, S)": ({}, dict(attn_mask=random_mask(L, L))),
+    "boolean mask (1, S)": ({}, dict(attn_mask=random_mask(1, L))),
+    "boolean mask (L, 1)": ({}, dict(attn_mask=torch.ones(L, 1, dtype=torch.bool))),
+    "boolean mask (B, 1, 1, S)": ({}, dict(attn_mask=random_mask(B, 1, 1, L))),
+    "boolean mask (H, L, S)": ({}, dict(attn_mask=random_mask(H, L, L))),
+    "boolean mask (B, H, L, S)": (dict(S=20), dict(attn_mask=random_mask(B, H, L, 20))),
+    "additive mask": ({}, dict(attn_mask=numbers(B, 1, L, L))),
+    "additive mask, -inf": (
+        {}, dict(attn_mask=torch.where(random_mask(B, 1, L, L), numbers(L, L), -torch.inf)),
+    ),
+    "additive mask, least number": (
+        {}, dict(attn_mask=torch.zeros(L, L).masked_fill(~CAUSAL, torch.finfo(torch.float32).min)),
+    ),
+    "additive mask with a gradient": ({}, dict(attn_mask=numbers(1, H, L, L).requires_grad_())),
+    "additive mask (1, S) with a gradient": ({}, dict(attn_mask=numbers(1, L).requires_grad_())),
+    "causal_upper_left": (dict(S=20), dict(attn_mask=causal_upper_left(L, 20))),
+    "causal_lower_right": (dict(S=20), dict(attn_mask=causal_lower_right(L, 20))),
+    "padding on the left": ({}, dict(attn_mask=padding("left") & CAUSAL)),
+    "padding on the right": ({}, dict(attn_mask=padding("right") & CAUSAL)),
+    "rows that see nothing": ({}, dict(attn_mask=BLIND)),
+    "rows that see nothing, -inf": (
+        {}, dict(attn_mask=torch.zeros(L, L).masked_fill(~BLIND, -torch.inf)),
+    ),
+    "one query": (dict(L=1), {}),
+    "enable_gqa": (dict(heads=2), dict(is_causal=True, enable_gqa=True)),
+    "enable_gqa, mask": (dict(heads=1), dict(attn_mask=random_mask(B, H, L, L), enable_gqa=True)),
+    "enable_gqa, heads of values": (dict(heads=2, v_heads=1), dict(enable_gqa=True)),
+    "values of another size": (dict(Dv=24), dict(is_causal=True)),
+    "head size 72": (dict(D=72), dict(is_causal=True)),
+    "head size 256": (dict(D=256), dict(is_causal=True)),
+    "scale": ({}, dict(scale=0.3, is_causal=True)),
+    "negative scale": ({}, dict(scale=-0.3)),
+    "two dimensions": (dict(lead=()), dict(attn_mask=CAUSAL)),
+    "three dimensions": (dict(lead=(H,)), dict(attn_mask=random_mask(H, 1, L))),
+    "five dimensions": (dict(lead=(3, B, H)), dict(attn_mask=random_mask(B, 1, L, L))),
+    "leading dimensions that broadcast": (dict(k_lead=(1, H)), dict(is_causal=True)),
+    "empty batch": (dict(lead=(0, H)), dict(is_causal=True)),
+    "no keys": (dict(S=0), {}),
+    "no queries": (dict(L=0), {}),
+}  # fmt: skip
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def tensors(lead=(B, H), k_lead=None, heads=None, v_heads=None, L=L, S=None, D=D, Dv=None):
+    g = torch.Generator().manual_seed(0)
+    S, k_lead = L if S is None else S, lead if k_lead is None else k_lead
+    k_lead = k_lead if heads is None else (*k_lead[:-1], heads)
+    v_lead = k_lead if v_heads is None else (*k_lead[:-1], v_heads)
+    shapes = (*lead, L, D), (*k_lead, S, D), (*v_lead, S, Dv or D)
+    return [torch.randn(s, generator=g) for s in shapes]
+
+
+def run(function, case, dtype, **extra):
+    """Output and gradients, of a mask with a gradient as well."""
+    shapes, how = CASES[case]
+    leaves = [t.to(dtype).requires_grad_() for t in tensors(**shapes)]
+    mask = how.get("attn_mask")
+    if type(mask) is torch.Tensor and mask.is_floating_point():
+        mask = mask.detach().to(dtype).requires_grad_(mask.requires_grad)
+        leaves += [mask] if mask.requires_grad else []
+    extra = extra | ({} if mask is None else {"attn_mask": mask})
+    o = function(*leaves[:3], **how | extra)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+@cases
+def test_fp32_is_pytorchs(case):
+    theirs = run(F.scaled_dot_product_attention, case, torch.float32)
+    for a, b in zip(run(sdpa, case, torch.float32, policy="ALL_FP32"), theirs, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
+
+
+@cases
+def test_float64_is_pytorchs(case):
+    theirs = run(F.scaled_dot_product_attention, case, torch.float64)
+    for a, b in zip(run(sdpa, case, torch.float64), theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@cases
+def test_bf16_is_as_near_as_pytorchs(case):
+    """To float64 on the same BF16 numbers, or within 1 ulp of BF16: for some masks PyTorch computes
+    in FP32 and rounds the result alone, and SAFE rounds P and dS whatever the mask."""
+    shapes, how = CASES[case]
+    exact = run(on_doubles, case, torch.bfloat16)
+    ours = run(sdpa, case, torch.bfloat16)
+    theirs = run(F.scaled_dot_product_attention, case, torch.bfloat16)
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert a.dtype == b.dtype == torch.bfloat16 and a.shape == b.shape
+        if c.numel():
+            error, of_theirs = ((x.double() - c.double()).norm() for x in (a, b))
+            assert error <= 1.5 * of_theirs + 2.0**-8 * c.double().norm()
+
+
+def on_doubles(*leaves, attn_mask=None, **how):
+    if type(attn_mask) is torch.Tensor and attn_mask.is_floating_point():
+        attn_mask = attn_mask.double()
+    leaves = [t.double() for t in leaves]
+    return F.scaled_dot_product_attention(*leaves, attn_mask=attn_mask, **how)
+
+
+# Without a gradient
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_gradient_it_is_pytorchs_function(case, dtype, monkeypatch):
+    """Where the forward of the policy is what that rounds; with impl named the call is ours."""
+    calls, stock = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or stock(*a, **k)
+    )
+    shapes, how = CASES[case]
+    inputs = [t.to(dtype) for t in tensors(**shapes)]
+    policy = {torch.float32: "ALL_FP32", torch.bfloat16: "SAFE"}[dtype]
+    if (mask := how.get("attn_mask")) is not None and mask.is_floating_point():
+        how = how | dict(attn_mask=mask.to(dtype)) if type(mask) is torch.Tensor else how
+    with torch.no_grad():
+        fast, ours = (sdpa(*inputs, **how, policy=policy, impl=i) for i in ("auto", "emulate"))
+    nothing = not fast.numel() or 0 in shapes.values()
+    assert len(calls) == (0 if nothing else 1)
+    assert fast.shape == ours.shape and fast.dtype == ours.dtype
+    step = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(fast, ours, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(policy="SAFE"), dict(policy="ALL_FP32+p=bf16"), dict(policy="ALL_FP32", dropout_p=0.1),
+        dict(policy="ALL_FP32", scores=Scores(softcap=2.0)),
+        dict(policy="ALL_FP32", attn_mask=Mask(causal=True), scores=Scores(bias=numbers(L, L))),
+        dict(policy="ALL_FP32", impl="emulate"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_forwards_are_ours_without_a_gradient_too(how, monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    with torch.no_grad():
+        sdpa(*tensors(), **how)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(causal=True), Mask(causal=True, window=3), Mask(dense=random_mask(L, L)),
+        Mask(causal=True, documents=torch.tensor(5 * [0] + 7 * [1]).expand(B, L)),
+        Mask(causal=True, offset=2), Mask(keys=torch.tensor([[0, 9], [2, 12]])),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_masks_without_a_gradient_hide_the_same(mask):
+    with torch.no_grad():
+        fast, ours = (
+            sdpa(*tensors(), mask, policy="ALL_FP32", impl=i) for i in ("auto", "emulate")
+        )
+    torch.testing.assert_close(fast, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_decides_before_pytorch_is_asked(monkeypatch):
+    """ALL_FP32 on FP32 tensors under BF16: PyTorch's function would round P."""
+    asked, stock = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *a, **k: asked.append(a[0].dtype) or stock(*a, **k),
+    )
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        sdpa(*tensors(), policy="ALL_FP32")
+        assert asked == []
+        sdpa(*tensors())
+    assert asked == [torch.bfloat16]
+
+
+def test_a_mask_that_needs_a_gradient_is_asked_about(monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    mask = torch.zeros(L, L, requires_grad=True)
+    sdpa(*tensors(), attn_mask=mask, policy="ALL_FP32").sum().backward()
+    assert mask.grad.shape == mask.shape
+
+
+def test_the_fields_of_the_backward_are_those_that_leave_the_output_alone():
+    from lowprec.attention.reference import emulate
+    from lowprec.numerics.policy import FIELDS, LOW, SITES
+
+    inputs = tensors(L=32, S=32)
+    changes = dict.fromkeys(SITES, "e8m3") | dict(
+        l_from="p_rounded", shift="offset(amplitude=0.3)", l_floor=40.0, delta_from="dp",
+        delta_bias=0.5, row_sum="removed",
+    )  # fmt: skip
+    assert set(changes) == set(FIELDS)
+    plain = emulate(*inputs, LOW).o
+    same = {
+        x for x in FIELDS if torch.equal(emulate(*inputs, LOW.replace(**{x: changes[x]})).o, plain)
+    }
+    assert same == set(drop_in.BACKWARD)
+
+
+# The page
+
+
+def ran_on_a_gpu(case, monkeypatch):
+    """What would run there, were the tensors on one."""
+    ran = []
+
+    def run_nothing(q, k, v, *how):
+        ran.append(how[5])
+        return (q.new_zeros(*q.shape[:3], v.shape[3]),)
+
+    monkeypatch.setattr(operator, "resolve_impl", lambda impl, device: "triton")
+    monkeypatch.setattr(operator, "attention_op", run_nothing)
+    shapes, how = CASES[case]
+    with warnings.catch_warnings(action="ignore"):
+        sdpa(*(t.bfloat16().requires_grad_() for t in tensors(**shapes)), **how)
+    return {("triton",): "kernels", ("emulate",): "emulated", (): "nothing to compute"}[tuple(ran)]
+
+
+@cases
+def test_the_page_has_each_case_and_what_runs_on_a_gpu(case, monkeypatch):
+    pytest.importorskip("triton")
+    rows = re.findall(
+        r"^\| `(.+?)` \| (kernels|emulated|nothing to compute) \|$", PAGE.read_text(), re.M
+    )
+    assert [name for name, _ in rows] == list(CASES)
+    assert dict(rows)[case] == ran_on_a_gpu(case, monkeypatch)
