@@ -45,6 +45,7 @@ CONVERTED = [
     "guilty_rounding",
     "sixteen_bits_outside_attention",
     "moments_that_cannot_forget",
+    "bits_or_bias",
     "two_attentions",
     "in_the_training_loop",
     "laboratory/what_ran",
