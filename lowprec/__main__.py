@@ -48,8 +48,10 @@ def data(argv: list[str]) -> None:
 
         output(file, ".safetensors")
         inputs = contenders.named(name)
-        contenders.write(inputs, file)
-        print(f"{file}: q, k, v, do {tuple(inputs.q.shape)} {inputs.q.dtype}, causal, MIT licence")
+        ours = {} if Path(name).is_file() else {"licence": "MIT"}
+        contenders.write(inputs, file, **ours)
+        words = ", MIT licence" if ours else ""
+        print(f"{file}: q, k, v, do {tuple(inputs.q.shape)} {inputs.q.dtype}, causal{words}")
 
     tyro.extras.subcommand_cli_from_dict(
         {"prepare": prepare, "capture": capture}, prog="python -m lowprec data", args=argv
@@ -282,7 +284,11 @@ def _bisect_runs(argv: list[str]) -> int:
     from lowprec.diagnose.bisect_runs import Trainings
     from lowprec.training.config import PRESETS, TrainConfig
 
-    name = known("preset", argv[0] if argv else "", PRESETS)
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m lowprec bisect --train PRESET --out FOLDER ...\n")
+        print(f"  PRESET    {', '.join(PRESETS)}; bisect --train PRESET --help lists the options")
+        return 0 if argv else 2
+    name = known("preset", argv[0], PRESETS)
 
     def command(
         *, config: TrainConfig = PRESETS[name], out: Path, size: int | None = None,
@@ -367,6 +373,8 @@ def compare(argv: list[str]) -> int:
         found = two.measure(calls, inputs)
         names = {"A": f"A ({a})", "B": f"B ({b})"}
         print(*(f"{who}: {text}" for who, text in (("A", a), ("B", b))), sep="\n")
+        masked = sorted({"causal" if x.causal else "not causal" for x in inputs})
+        print(f"inputs: {on}, {' or '.join(masked)}")
         print("", two.shown(found), "", two.verdict(found, names), sep="\n")
         if table:
             content = found.to_csv(index=False).encode()
@@ -460,7 +468,7 @@ def main(argv: list[str]) -> int:
     """Run one command; its status, 0 if it has none, or 2 with one sentence on stderr for a user's
     mistake."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: python -m lowprec COMMAND ...\n")
+        print("usage: python -m lowprec COMMAND ...; COMMAND --help has its options\n")
         for name, command in COMMANDS.items():
             print(f"  {name:9} {command.__doc__}")
         return 0

@@ -327,3 +327,8 @@ def test_a_planted_bias_explodes_and_either_of_its_two_parts_is_enough(tmp_path)
     policy = "ALL_FP32+o=bf16+delta_bias=1e5"
     some = trainings(tmp_path, policy, steps=60, lr=3e-2, warmup=5)
     assert some.search() == [("o=fp32",), ("delta_bias=0",)]
+
+
+def test_help_on_trainings_lists_the_presets(capsys):
+    assert not __main__.main(["bisect", "--train", "--help"])
+    assert "mini" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from lowprec import UserError
 from lowprec.__main__ import main
 from lowprec.attention.reference import oracle
 from lowprec.diagnose import compare, contenders
+from lowprec.records.files import data_root
 from lowprec.studies import planted
 
 OWN = """
@@ -221,13 +222,36 @@ def test_plain_attention_is_attention():
 
 def test_inputs_are_kept_in_safetensors_with_torch_alone(tmp_path):
     some = contenders.named("fa2-b-seed4-1580")
-    contenders.write(some, tmp_path / "x.safetensors")
+    contenders.write(some, tmp_path / "x.safetensors", licence="MIT")
     again = contenders.read(tmp_path / "x.safetensors")
     assert (again.causal, again.scale) == (True, some.scale)
     for name in ("q", "k", "v", "do"):
         assert torch.equal(getattr(again, name), getattr(some, name))
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert json.loads(file.metadata()["licence"]) == "MIT"
+
+
+def test_only_the_captures_of_the_book_carry_its_licence(tmp_path, capsys):
+    named, file = "fa2-b-seed4-1580", tmp_path / "x.safetensors"
+    own = tmp_path / "own.xz"
+    own.write_bytes((data_root() / "captures" / f"{named}.xz").read_bytes())
+    for name, licensed in ((named, True), (str(own), False)):
+        assert not main(["data", "capture", name, str(file)])
+        assert ("MIT" in capsys.readouterr().out) is licensed
+        with safe_open(file, "pt") as written:
+            assert ("licence" in written.metadata()) is licensed
+
+
+@pytest.mark.parametrize("causal, wanted", [("True", True), ("false", False), (None, False)])
+def test_metadata_may_be_written_as_python_writes_it(tmp_path, causal, wanted):
+    from safetensors.torch import save_file
+
+    x = torch.randn(1, 1, 4, 8)
+    about = {"scale": "None"} | ({} if causal is None else {"causal": causal})
+    save_file(
+        {n: x + i for i, n in enumerate(("q", "k", "v", "do"))}, tmp_path / "x.safetensors", about
+    )
+    assert contenders.read(tmp_path / "x.safetensors").causal is wanted
 
 
 def test_inputs_that_do_not_fit_are_one_sentence(tmp_path):

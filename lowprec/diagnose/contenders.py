@@ -190,8 +190,8 @@ def read(path, causal: bool | None = None) -> Inputs:
         with safe_open(path, "pt") as file:
             about, names = file.metadata() or {}, list(file.keys())
             tensors = {n: file.get_tensor(n) for n in ("q", "k", "v", "do") if n in names}
-        causal = bool(json.loads(about.get("causal", json.dumps(bool(causal)))))
-        scale = json.loads(about.get("scale", "null"))
+        causal = bool(json.loads(about.get("causal", str(bool(causal))).lower()))
+        scale = json.loads(about.get("scale", "null").replace("None", "null"))
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"--on: {path} cannot be read as safetensors ({error})") from None
     if lacking := [n for n in ("q", "k", "v", "do") if n not in tensors]:
@@ -205,8 +205,9 @@ def read(path, causal: bool | None = None) -> Inputs:
     return Inputs(path.stem, *tensors.values(), causal, scale)
 
 
-def write(inputs: Inputs, path) -> None:
-    """Write inputs as `read` reads them, and any reader of safetensors."""
+def write(inputs: Inputs, path, **about: str) -> None:
+    """Write inputs as `read` reads them, and any reader of safetensors; about: what else its header
+    says."""
     tensors = {n: getattr(inputs, n).cpu().contiguous() for n in ("q", "k", "v", "do")}
-    about = dict(causal=inputs.causal, scale=inputs.scale, name=inputs.name, licence="MIT")
+    about |= dict(causal=inputs.causal, scale=inputs.scale, name=inputs.name)
     save_file(tensors, path, {name: json.dumps(value) for name, value in about.items()})
