@@ -260,7 +260,10 @@ def test_a_notebook_page_offers_its_sources_and_the_data_of_its_figures(tab):
     source = ROOT / "notebooks" / f"{name}.ipynb"
     assert download(tab, "the notebook") == (source.name, source.read_bytes())
     executed = ROOT / "book" / "executed" / f"{name}.ipynb"
-    assert download(tab, "this page, executed")[1].decode() == offered(executed.read_text())
+    if "/" in name:
+        assert tab.get_by_text("this page, executed").count() == 0
+    else:
+        assert download(tab, "this page, executed")[1].decode() == offered(executed.read_text())
     outputs = [o for c in json.loads(executed.read_text())["cells"] for o in c.get("outputs", [])]
     names = [o["data"][FIGURE_MIME]["name"] for o in outputs if FIGURE_MIME in o.get("data", {})]
     for i, figure in enumerate(names):

@@ -274,6 +274,7 @@ def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
     forward's machine code has more, inside division and log. Row sums of ds are products of eight
     columns, for which wgmma is too wide."""
     job, rows = compiled(policy, tile, d, tmp_path, **how)
+    policy = str(PrecisionPolicy.parse(policy))
     summed = "row_sum=" in policy
     assert len(rows) == 3 + ("row_sum=removed" in policy)
     fused = job["scale"] == 0.125 or PrecisionPolicy.parse(policy).s.is_fp32

@@ -75,7 +75,7 @@ def test_eager_mode_under_autocast_has_a_policy(inputs):
     assert max(far[name] for name in ("dq", "dk")) < 0.9, far
 
 
-# Rows of a table in book/fork.md
+# Rows of a table in book/rerun.md
 
 
 def test_a_site_that_overflows_in_fp16_is_found_one_at_a_time():

@@ -71,7 +71,7 @@ def test_model_starts_at_the_uniform_loss_and_overfits():
 
 
 def test_a_delta_of_one_s_own_trains(tmp_path, monkeypatch):
-    """As book/fork.md has it: a name, and a formula in the emulation."""
+    """As book/rerun.md has it: a name, and a formula in the emulation."""
     names = (*policy.CHOICES["delta_from"], "mine")
     monkeypatch.setitem(policy.CHOICES, "delta_from", names)
     usual, how = reference._delta, dict(impl="emulate", steps=8, probe_every=8)

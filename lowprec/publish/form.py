@@ -237,14 +237,17 @@ def _belongs(name: str, root: Path, files: list[str]) -> str:
 
 
 def downloads(name: str) -> str:
-    """Links to a page's two files; the book offers its own pages only."""
+    """Links to a page's files; the book offers its own pages only, and those of the laboratory
+    without what they print, which is long."""
     if name.startswith("forks/"):
         return ""
     folder, file = f"{'../' * (1 + name.count('/'))}downloads/{name}", name.rpartition("/")[2]
+    source = f'download <a href="{folder}/source.ipynb" download="{file}.ipynb">the notebook</a>'
+    if "/" in name:
+        return source
     return (
-        f'download <a href="{folder}/source.ipynb" download="{file}.ipynb">the notebook</a> or\n'
-        f'<a href="{folder}/executed.ipynb" download="{file}-executed.ipynb">this page, '
-        "executed</a>"
+        f'{source} or\n<a href="{folder}/executed.ipynb" download="{file}-executed.ipynb">this '
+        "page, executed</a>"
     )
 
 

@@ -352,12 +352,13 @@ def raw_html(markup: str) -> str:
 
 
 def downloads(root: Path, executed) -> dict[Path, str]:
-    """Each page's source and executed notebook, published under downloads/NAME/."""
+    """The notebook of each page, and of a main page the executed one, for downloads/NAME/."""
     folder, pages = root / "book" / "_generated" / "extra" / "downloads", root / "book" / "executed"
     files = {}
     for name in executed:
         files[folder / name / "source.ipynb"] = (root / "notebooks" / f"{name}.ipynb").read_text()
-        files[folder / name / "executed.ipynb"] = offered((pages / f"{name}.ipynb").read_text())
+        if "/" not in name:
+            files[folder / name / "executed.ipynb"] = offered((pages / f"{name}.ipynb").read_text())
     return files
 
 

@@ -178,8 +178,8 @@ def _load(path: Path, there: dict[str, dict]) -> Run:
             f"metrics.parquet has {steps} steps of {path.name} where its run.json says "
             f"{info['steps']}; {_mend(path)}"
         )
-    probes = path / "probes.parquet"
-    if probes.is_file() and not _rows(probes) and run.finished and steps:
+    probes, every = path / "probes.parquet", info["config"].get("probe_every") or steps + 1
+    if probes.is_file() and not _rows(probes) and run.finished and steps >= every:
         raise UserError(f"{path.name}/probes.parquet has no rows; {_mend(probes)}")
     return run
 

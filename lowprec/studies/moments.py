@@ -31,6 +31,7 @@ from lowprec import UserError, entry
 from lowprec.numerics.recipe import Adam, Recipe
 from lowprec.numerics.scaling import Cast, scaled
 from lowprec.records import files, provenance
+from lowprec.records.tables import write_table
 from lowprec.studies.mixed_runs import losses
 from lowprec.studies.small import Digits, Text
 
@@ -207,7 +208,8 @@ def read(name: str, folder=None) -> Record:
     about = json.loads((folder / f"{name}.json").read_text())
     ends = pd.DataFrame(**about.pop("ends"))
     ends["loss"] = ends.loss.fillna(math.inf)
-    return Record(about, ends, pd.read_parquet(folder / f"{name}.parquet"))
+    course = pd.read_parquet(folder / f"{name}.parquet").astype({"arm": "category"})
+    return Record(about, ends, course)
 
 
 def _arm(name: str, arm: str):
@@ -233,8 +235,8 @@ def record(folder, name: str, arms=None, workers=1) -> None:
     table = pd.concat(ends, ignore_index=True)
     about |= {"ends": json.loads(table.to_json(orient="split", index=False, double_precision=6))}
     table = pd.concat(curves, ignore_index=True).astype({"seed": "int16", "step": "int16"})
-    table = table.astype({"loss": "float32", "arm": "category"})
-    table.to_parquet(folder / f"{name}.parquet", index=False, compression="zstd")
+    table = table.astype({"loss": "float32"})
+    write_table(folder / f"{name}.parquet", table)
     lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items())
     (folder / f"{name}.json").write_text("{\n" + lines + "\n}\n")
 
