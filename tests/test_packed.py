@@ -128,6 +128,10 @@ def test_the_files_are_small_and_others_can_read_them(folder):
 def test_a_run_without_a_probe_is_packed_among_others(folder):
     path = folder / "not1-seed2" / "probes.parquet"
     write_table(path, pd.read_parquet(path)[:0])
+    about = path.with_name("run.json")
+    info = json.loads(about.read_text())
+    info["config"]["probe_every"] = info["steps"] + 1
+    about.write_text(json.dumps(info))
     before = everything(folder)
     pack.pack(folder)
     assert_same(everything(folder), before)
