@@ -256,10 +256,11 @@ def svg(fig, name: str, alt: str) -> str:
 
 
 def _short_ids(text: str, name: str) -> str:
-    """Ids that begin with a name, a figure's own on its page, for what is referred to; no ids for
-    the rest, which are a tenth of a figure's bytes."""
+    """Ids that begin with a name, a figure's own on its page, for what is referred to and for texts
+    outside cells; no ids for the rest, which are a tenth of a figure's bytes."""
     used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
     new = {old: f"{name}-{i}" for i, old in enumerate(used)}
+    new |= {old: f"{name}-{old}" for old in re.findall(r'\bid="(text_\d+)"', text)}
     text = re.sub(r'\s*\bid="([^"]+)"', lambda m: f' id="{new[m[1]]}"' if m[1] in new else "", text)
     return re.sub(r'(href="#|url\(#)([^")]+)', lambda m: m[1] + new[m[2]], text)
 
