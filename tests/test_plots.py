@@ -57,7 +57,7 @@ def test_ids_belong_to_one_figure():
     data = {name: ET.fromstring(svg_of(bundle(name)[0])) for name in ("loss", "other")}
     ids = {name: [e.get("id") for e in root.iter() if e.get("id")] for name, root in data.items()}
     assert not set(ids["loss"]) & set(ids["other"])
-    assert len(ids["loss"]) == len(set(ids["loss"])) > 5
+    assert len(ids["loss"]) == len(set(ids["loss"])) > 10
     used = re.findall(r'(?:href="#|url\(#)([^")]+)', svg_of(bundle()[0]))
     assert set(used) == {i for i in ids["loss"] if "text_" not in i}
 
