@@ -148,3 +148,11 @@ def excess(run, settled=600):
     from lowprec.records import explosion
 
     return explosion.excess(run.metrics.loss)[settled:]
+
+
+@pytest.fixture(scope="module")
+def hub():
+    """transformers, quiet; a test that asks for it is skipped where it is not installed."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    return transformers

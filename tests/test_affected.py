@@ -24,13 +24,6 @@ from lowprec.training.model import GPT
 CAPTURES = files.data_root() / "captures"
 
 
-@pytest.fixture(scope="module")
-def hub():
-    transformers = pytest.importorskip("transformers")
-    transformers.logging.set_verbosity_error()
-    return transformers
-
-
 def small(hub, kind):
     torch.manual_seed(0)
     sizes = dict(vocab_size=300, max_position_embeddings=64, bos_token_id=0, eos_token_id=0)

@@ -26,13 +26,6 @@ SDPA = F.scaled_dot_product_attention
 CAPTURES = files.data_root() / "captures"
 
 
-@pytest.fixture(scope="module")
-def hub():
-    transformers = pytest.importorskip("transformers")
-    transformers.logging.set_verbosity_error()
-    return transformers
-
-
 def tiny(**changes):
     torch.manual_seed(0)
     return GPT(dataclasses.replace(PRESETS["tiny"].model(), **changes))

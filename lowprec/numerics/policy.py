@@ -44,15 +44,13 @@ from that delta, rounded anew.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 
 from lowprec import UserError
 from lowprec.numerics.formats import ROUNDINGS, Format
+from lowprec.numerics.spelled import Spelled
 
 SITES = ("s", "x", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds", "dq_acc", "dkdv_acc")
 """Rounding sites in the order in which a step computes them."""
@@ -175,12 +173,14 @@ def _short(number: float) -> str:
 
 
 @dataclass(frozen=True)
-class PrecisionPolicy:
+class PrecisionPolicy(Spelled):
     """The precision of every site of attention; see the module's docstring for their meaning.
 
     Sites take "fmt" or "fmt:rounding"; errors name the field. Two policies are equal when every
     field is. `str(policy)` is short, canonical and readable by `PrecisionPolicy.parse`.
     """
+
+    noun, example = "policy", "LOW+delta_from=o_fp32"
 
     s: Site = "fp32"
     x: Site = "fp32"
@@ -224,30 +224,6 @@ class PrecisionPolicy:
         except (UserError, ValueError, TypeError) as error:
             raise UserError(f"policy field {name}: {error}") from None
 
-    def replace(self, **fields) -> PrecisionPolicy:
-        """A copy with some fields changed: `LOW.replace(o_acc="fp32")`.
-
-        Raises `UserError` naming a field that is unknown or cannot have that value.
-        """
-        for name in fields:
-            if name not in FIELDS:
-                close = difflib.get_close_matches(name, FIELDS, n=1)
-                hint = (
-                    f"; did you mean {close[0]!r}?" if close else f"; fields: {', '.join(FIELDS)}"
-                )
-                raise UserError(f"unknown policy field {name!r}{hint}")
-        return dataclasses.replace(self, **fields)
-
-    def diff(self, other: PrecisionPolicy) -> dict[str, tuple[str, str]]:
-        """Fields that differ, as {field: (mine, other's)} in text, in dataflow order."""
-        pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in FIELDS)
-        return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
-
-    def __str__(self) -> str:
-        name = min(PRESETS, key=lambda preset: len(PRESETS[preset].diff(self)))
-        changes = PRESETS[name].diff(self)
-        return "+".join([name, *(f"{field}={new}" for field, (_, new) in changes.items())])
-
     @property
     def draws(self) -> bool:
         """Whether some value depends on random bits, and so on the seed."""
@@ -260,27 +236,8 @@ class PrecisionPolicy:
         text = str(self).lower().replace("+", ".").replace("=-", "=minus")
         return re.sub(r"[^a-z0-9_.]+", "-", text).strip("-")
 
-    @classmethod
-    @lru_cache(maxsize=256)
-    def parse(cls, text: str | PrecisionPolicy) -> PrecisionPolicy:
-        """Read "LOW", "SAFE", "LOW+delta_from=o_fp32" or "ALL_FP32 + o=bf16:stochastic".
 
-        Of two changes of one field the later wins. Raises `UserError` for an unknown base, field
-        or value.
-        """
-        if isinstance(text, PrecisionPolicy):
-            return text
-        base, *changes = re.split(r"\s*\+\s*(?=[A-Za-z_]+\s*=)", str(text).strip())
-        if base not in NAMES:
-            raise UserError(
-                f"unknown policy {base!r}; start from one of {', '.join(NAMES)}, then add "
-                f"changes as in LOW+delta_from=o_fp32"
-            )
-        fields = dict(re.split(r"\s*=\s*", change, maxsplit=1) for change in changes)
-        return NAMES[base].replace(**fields)
-
-
-FIELDS = tuple(field.name for field in dataclasses.fields(PrecisionPolicy))
+FIELDS = PrecisionPolicy.fields()
 
 
 def _low(sites: str, **fields) -> PrecisionPolicy:
@@ -319,3 +276,4 @@ PRESETS = {
 }
 NAMES = PRESETS | {"CLEAN": CLEAN, "SAFE": SAFE}
 """What `PrecisionPolicy.parse` starts from; `str` writes only the names in PRESETS."""
+PrecisionPolicy.presets, PrecisionPolicy.names = PRESETS, NAMES

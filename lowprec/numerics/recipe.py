@@ -16,21 +16,21 @@ Sums of products are FP32.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import re
 from dataclasses import dataclass
 
 import torch
 
 from lowprec import UserError
 from lowprec.numerics.scaling import Cast, Caster
+from lowprec.numerics.spelled import Spelled
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Spelled):
     """The casts of products and states; two are equal when every field is. Text as of a policy:
     "FP32+v=e4m3_saturate@tensor,pow2"."""
+
+    noun, example = "recipe", "FP32+v=bf16"
 
     x: Cast = Cast()
     w: Cast = Cast()
@@ -53,35 +53,6 @@ class Recipe:
         if self.step not in ("fresh", "stored"):
             raise UserError(f"recipe field step: {self.step!r} is not one of fresh, stored")
 
-    def replace(self, **fields) -> Recipe:
-        """A copy with some fields changed; raises UserError naming one that is unknown."""
-        for name in fields:
-            if name not in FIELDS:
-                close = difflib.get_close_matches(name, FIELDS, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"fields: {', '.join(FIELDS)}"
-                raise UserError(f"unknown recipe field {name!r}; {hint}")
-        return dataclasses.replace(self, **fields)
-
-    def diff(self, other: Recipe) -> dict[str, tuple[str, str]]:
-        """Fields that differ, as {field: (mine, other's)} in text."""
-        pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in FIELDS)
-        return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
-
-    def __str__(self) -> str:
-        name = min(PRESETS, key=lambda preset: len(PRESETS[preset].diff(self)))
-        changes = PRESETS[name].diff(self)
-        return "+".join([name, *(f"{field}={new}" for field, (_, new) in changes.items())])
-
-    @classmethod
-    def parse(cls, text: str | Recipe) -> Recipe:
-        """Read "FP8" or "FP32+v=bf16"; raises UserError for an unknown base, field or value."""
-        if isinstance(text, Recipe):
-            return text
-        base, *changes = re.split(r"\s*\+\s*(?=[A-Za-z_]+\s*=)", str(text).strip())
-        if base not in PRESETS:
-            raise UserError(f"unknown recipe {base!r}; start from one of {', '.join(PRESETS)}")
-        return PRESETS[base].replace(**dict(re.split(r"\s*=\s*", c, maxsplit=1) for c in changes))
-
     def casters(self, generator=None) -> dict[str, Caster]:
         """A caster a field, with histories of their own; one set a layer."""
         return {name: Caster(getattr(self, name), generator) for name in CASTS}
@@ -96,7 +67,7 @@ class Recipe:
                 )
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
+FIELDS = Recipe.fields()
 CASTS = FIELDS[:-1]
 _IN, _OUT = "e4m3_saturate@tensor,times", "e5m2_saturate@tensor,times"
 PRESETS = {
@@ -104,6 +75,7 @@ PRESETS = {
     "FP8": Recipe(x=_IN, w=_IN, g_dx=_OUT, w_dx=_IN, x_dw=_IN, g_dw=_OUT),
 }
 """Starting points. FP8 is torchao's default layer: a current scale a tensor, E5M2 gradients."""
+Recipe.presets = Recipe.names = PRESETS
 
 
 class _Linear(torch.autograd.Function):

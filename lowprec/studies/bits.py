@@ -21,8 +21,8 @@ course (`images.parquet`).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -38,12 +38,19 @@ import pandas as pd
 import torch
 
 from lowprec import UserError, entry
-from lowprec.records import files, provenance
+from lowprec.records import files
 from lowprec.records.tables import write_table
 from lowprec.studies import gaps
 from lowprec.studies.deviation import Estimate
 from lowprec.studies.mixed import Optimiser
-from lowprec.studies.mixed_runs import learning_rate, losses
+from lowprec.studies.mixed_runs import (
+    command,
+    learning_rate,
+    load,
+    losses,
+    new_record,
+    write_about,
+)
 from lowprec.studies.moments import Dense
 from lowprec.studies.small import Text
 
@@ -278,11 +285,10 @@ class Record:
 def read(task: str, folder=None) -> Record:
     """The record of a task; raises UserError if there is none."""
     folder = Path(folder) if folder else files.data_root() / "studies" / "bits"
-    if not (folder / f"{task}.json").exists():
+    if (found := load(task, folder)) is None:
         raise UserError(f"there is no record {task} in {folder}: make it as its study says")
-    about = json.loads((folder / f"{task}.json").read_text())
-    course = pd.read_parquet(folder / f"{task}.parquet").astype({"arm": "category"})
-    return Record(about, pd.DataFrame(**about.pop("ends")), course)
+    about, ends, course = found
+    return Record(about, ends, course.astype({"arm": "category"}))
 
 
 def _arm(task: str, rate: float, arm: str):
@@ -297,10 +303,7 @@ def _arm(task: str, rate: float, arm: str):
 def record(folder, task: str, arms=tuple(ARMS), workers=1) -> None:
     """Train `arms` of a task at its rates; write `task.json` and `task.parquet` into `folder`."""
     folder, start, one = Path(folder), time.monotonic(), TASKS[task]
-    if (folder / f"{task}.json").exists():
-        raise UserError(f"{folder / task}.json exists and is never overwritten; name another")
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {"format": "lowprec-bits-1", "name": task, **provenance.provenance("cpu")}
+    about = new_record(folder, task, "cpu", "bits")
     jobs = list(itertools.product([task], RATES[task], arms))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         courses, ends = zip(*pool.map(_arm, *zip(*jobs, strict=True)), strict=True)
@@ -309,8 +312,7 @@ def record(folder, task: str, arms=tuple(ARMS), workers=1) -> None:
     about |= {"ends": json.loads(table.to_json(orient="split", index=False, double_precision=6))}
     table = pd.concat(courses, ignore_index=True).astype({"seed": "int16", "step": "int16"})
     save(table, folder / f"{task}.parquet")
-    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items())
-    (folder / f"{task}.json").write_text("{\n" + lines + "\n}\n")
+    write_about(folder, task, about)
 
 
 def save(table, path) -> None:
@@ -321,14 +323,5 @@ def save(table, path) -> None:
     write_table(path, table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lowprec.studies.bits", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where the record goes")
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--workers", type=int, default=1)
-    args = parser.parse_args()
-    record(args.folder, args.task, workers=args.workers)
-
-
 if __name__ == "__main__":
-    entry(main)
+    entry(functools.partial(command, "bits", __doc__, TASKS, record))

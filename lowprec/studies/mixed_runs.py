@@ -266,9 +266,7 @@ def record(folder, name, task, arms=tuple(ARMS), device="cpu", deadline=math.inf
     table = pd.concat(curves, ignore_index=True).astype({"seed": "int16", "step": "int16"})
     table = table.astype({"loss": "float32", "arm": "category"})
     table.to_parquet(folder / f"{name}.parquet", index=False, compression="zstd")
-    # One line a key: readable, and still small with many seeds.
-    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items())
-    (folder / f"{name}.json").write_text("{\n" + lines + "\n}\n")
+    write_about(folder, name, about)
 
 
 def record_products(folder, device):
@@ -286,13 +284,19 @@ def record_products(folder, device):
     (folder / "products.json").write_text(json.dumps(about | {"products": found}, indent=1) + "\n")
 
 
-def new_record(folder, name, device):
+def write_about(folder, name, about):
+    """Write `name.json`, one line a key: readable, and still small with many seeds."""
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items())
+    (Path(folder) / f"{name}.json").write_text("{\n" + lines + "\n}\n")
+
+
+def new_record(folder, name, device, kind="mixed"):
     """Where and with what a record is made. Raises `UserError` if it exists."""
     path = Path(folder) / f"{name}.json"
     if path.exists():
         raise UserError(f"{path} exists and is never overwritten; take another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return {"format": "lowprec-mixed-1", "name": name, **provenance.provenance(device)}
+    return {"format": f"lowprec-{kind}-1", "name": name, **provenance.provenance(device)}
 
 
 def load(name, folder=None):
@@ -303,6 +307,16 @@ def load(name, folder=None):
         return None
     about = json.loads(path.read_text())
     return about, pd.DataFrame(**about["ends"]), pd.read_parquet(folder / f"{name}.parquet")
+
+
+def command(study: str, doc: str, tasks, record) -> None:
+    """The command of a study that trains a record on CPUs: python -m lowprec.studies.STUDY."""
+    parser = argparse.ArgumentParser(prog=f"python -m lowprec.studies.{study}", description=doc)
+    parser.add_argument("folder", type=Path, help="where the record goes")
+    parser.add_argument("name", choices=tasks)
+    parser.add_argument("--workers", type=int, default=1)
+    args = parser.parse_args()
+    record(args.folder, args.name, workers=args.workers)
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ in minutes. They hold how each run ended (`digits.json`, with where it was made)
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -30,9 +30,9 @@ import torch
 from lowprec import UserError, entry
 from lowprec.numerics.recipe import Adam, Recipe
 from lowprec.numerics.scaling import Cast, scaled
-from lowprec.records import files, provenance
+from lowprec.records import files
 from lowprec.records.tables import write_table
-from lowprec.studies.mixed_runs import losses
+from lowprec.studies.mixed_runs import command, load, losses, new_record, write_about
 from lowprec.studies.small import Digits, Text
 
 
@@ -203,13 +203,11 @@ class Record:
 def read(name: str, folder=None) -> Record:
     """The record of a task; raises UserError if there is none."""
     folder = Path(folder) if folder else files.data_root() / "studies" / "moments"
-    if not (folder / f"{name}.json").exists():
+    if (found := load(name, folder)) is None:
         raise UserError(f"there is no record {name} in {folder}: make it as its study says")
-    about = json.loads((folder / f"{name}.json").read_text())
-    ends = pd.DataFrame(**about.pop("ends"))
+    about, ends, course = found
     ends["loss"] = ends.loss.fillna(math.inf)
-    course = pd.read_parquet(folder / f"{name}.parquet").astype({"arm": "category"})
-    return Record(about, ends, course)
+    return Record(about, ends, course.astype({"arm": "category"}))
 
 
 def _arm(name: str, arm: str):
@@ -224,10 +222,7 @@ def record(folder, name: str, arms=None, workers=1) -> None:
     """Train `arms` of a task, by default all of it; write `name.json` and `name.parquet`."""
     folder, start = Path(folder), time.monotonic()
     arms = arms or (TEXT if name == "text" else tuple(ARMS))
-    if (folder / f"{name}.json").exists():
-        raise UserError(f"{folder / name}.json exists and is never overwritten; name another")
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {"format": "lowprec-moments-1", "name": name, **provenance.provenance("cpu")}
+    about = new_record(folder, name, "cpu", "moments")
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         curves, ends = zip(*pool.map(_arm, [name] * len(arms), arms), strict=True)
     about |= {"config": dataclasses.asdict(TASKS[name]), "seconds": round(time.monotonic() - start)}
@@ -237,18 +232,8 @@ def record(folder, name: str, arms=None, workers=1) -> None:
     table = pd.concat(curves, ignore_index=True).astype({"seed": "int16", "step": "int16"})
     table = table.astype({"loss": "float32"})
     write_table(folder / f"{name}.parquet", table)
-    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items())
-    (folder / f"{name}.json").write_text("{\n" + lines + "\n}\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lowprec.studies.moments", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where the record goes")
-    parser.add_argument("name", choices=TASKS)
-    parser.add_argument("--workers", type=int, default=1)
-    args = parser.parse_args()
-    record(args.folder, args.name, workers=args.workers)
+    write_about(folder, name, about)
 
 
 if __name__ == "__main__":
-    entry(main)
+    entry(functools.partial(command, "moments", __doc__, TASKS, record))
