@@ -49,16 +49,18 @@ class Spelled:
         return "+".join([name, *(f"{field}={new}" for field, (_, new) in changes.items())])
 
     @classmethod
-    @lru_cache(maxsize=256)
     def parse(cls, text: str | Self) -> Self:
         """Read "LOW", "LOW+delta_from=o_fp32" or "ALL_FP32 + o=bf16:stochastic".
 
         Of two changes of one field the later wins. Raises `UserError` for an unknown base, field
         or value.
         """
-        if isinstance(text, cls):
-            return text
-        base, *changes = re.split(r"\s*\+\s*(?=[A-Za-z_]+\s*=)", str(text).strip())
+        return text if isinstance(text, cls) else cls._read(str(text))
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def _read(cls, text: str) -> Self:
+        base, *changes = re.split(r"\s*\+\s*(?=[A-Za-z_]+\s*=)", text.strip())
         if base not in cls.names:
             raise UserError(
                 f"unknown {cls.noun} {base!r}; start from one of {', '.join(cls.names)}, then add "
