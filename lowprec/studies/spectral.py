@@ -48,7 +48,7 @@ def changes(run: runs.Run, device: str = "cpu") -> pd.DataFrame:
     """A row for each later one of two kept weights, layer and head: the step, the entropy and the
     largest share; of finite weights alone."""
     model, rows, before = GPT(TrainConfig(**run.info["config"]).model()).to(device), [], None
-    for step in kept(run):
+    for step in sorted(kept(run)):
         model.load_state_dict(load(run, step, device))
         now = [model.head_weights(which).detach().double() for which in "qk"]
         if not all(w.isfinite().all() for w in now):
