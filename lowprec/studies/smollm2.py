@@ -96,7 +96,8 @@ def observe(tokens: int) -> dict:
         layer.register_forward_hook(keep("stream", i))
     out = model(input_ids=ids, labels=ids, output_attentions=True)
     for name in ("q", "k"):
-        seen[name] = {i: x.unflatten(1, (-1, 64)).transpose(0, 1) for i, x in seen[name].items()}
+        heads = (-1, model.config.head_dim)
+        seen[name] = {i: x.unflatten(1, heads).transpose(0, 1) for i, x in seen[name].items()}
     return seen | dict(attention=torch.cat(out.attentions), loss=out.loss.item())
 
 
