@@ -74,6 +74,7 @@ def sdpa(
         raise UserError(
             f"query, key, value must share a dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
         )
+    policy = policy if isinstance(policy, str) else policy.text
     draws, alike = _known(policy, query.dtype)
     if draws:
         raise UserError(

@@ -20,8 +20,11 @@ def view_of(mask, batch, head, c: tl.constexpr):
         hi = tl.minimum(tl.load(p_keys + 2 * batch + 1), n)
     sdb, sdh, sdq, sdk = dense
     sbb, sbh, sbq, sbk = bias
-    p_dense += batch * sdb + head * sdh
-    p_bias += batch * sbb + head * sbh
+    # Where there is none the pointer is q's, and stays so: a loop over heads keeps its type.
+    if c.dense:
+        p_dense += batch * sdb + head * sdh
+    if c.bias:
+        p_bias += batch * sbb + head * sbh
     return n_q, offset, lo, hi, p_dense, sdq, sdk, p_bias, sbq, sbk
 
 
