@@ -20,11 +20,18 @@ def view_of(mask, batch, head, c: tl.constexpr):
         hi = tl.minimum(tl.load(p_keys + 2 * batch + 1), n)
     sdb, sdh, sdq, sdk = dense
     sbb, sbh, sbq, sbk = bias
-    # Where there is none the pointer is q's, and stays so: a loop over heads keeps its type.
-    if c.dense:
-        p_dense += batch * sdb + head * sdh
-    if c.bias:
-        p_bias += batch * sbb + head * sbh
+    p_dense += batch * sdb + head * sdh
+    p_bias += batch * sbb + head * sbh
+    return n_q, offset, lo, hi, p_dense, sdq, sdk, p_bias, sbq, sbk
+
+
+@triton.jit
+def of_head(view, mask, head):
+    """The view of another head, from that of head 0. (In a loop Triton 3.6 loses the ones in a
+    tuple of arguments, so there `view_of` cannot unpack them.)"""
+    n_q, offset, lo, hi, p_dense, sdq, sdk, p_bias, sbq, sbk = view
+    p_dense += head * mask[5][1]
+    p_bias += head * mask[7][1]
     return n_q, offset, lo, hi, p_dense, sdq, sdk, p_bias, sbq, sbk
 
 
