@@ -34,10 +34,12 @@ import torch.nn.functional as F
 
 from lowprec import entry
 from lowprec.numerics.scaling import Cast, quantise, scaled
+from lowprec.records import files
 from lowprec.studies import gaps, router
 from lowprec.studies.mixed import Optimiser
 from lowprec.studies.mixed_runs import command, learning_rate, new_record, write_about
 from lowprec.studies.router import bf16
+from lowprec.training.capture import Capture
 
 WAYS = ("edges", "statistics", "serial", "pairwise")
 WIDTHS = (384, 512, 1024, 2048, 4096)
@@ -105,6 +107,18 @@ def law(width: int) -> float:
     return math.sqrt(width / s) - 1
 
 
+CAPTURED = 256
+"""Rows taken of each capture."""
+
+
+def captured(folder=None) -> dict[str, torch.Tensor]:
+    """Rows (CAPTURED, 384) by capture, float32: what attention reads in a GPT-2 of six layers, so a
+    layer norm's output times its gain, in BF16."""
+    folder = Path(folder) if folder else files.data_root() / "captures"
+    paths = sorted(folder.glob("*.xz"))
+    return {path.stem: Capture.load(path).tensors["x"][0, :CAPTURED].float() for path in paths}
+
+
 def of_torch(x):
     """Outputs of torch's layer norm of BF16 rows that differ from FP32's rounded once: (count, the
     most ulps between them). x is rounded to BF16 first."""
@@ -145,7 +159,7 @@ def stored(gains, name: str, seed: int = 0) -> tuple[float, float]:
     held = quantise(gains, cast, generator)
     back = scaled(gains, cast, torch.Generator().manual_seed(seed))
     scale = held.scale.expand_as(held.codes).reshape(gains.shape)
-    beyond = gains.abs() > cast.fmt.max * scale
+    beyond = gains.abs() / scale > cast.fmt.max * (1 + 2.0**-20)
     error = (back.double() / gains.double() - 1).mean()
     return float(error), float(beyond.double().mean())
 
