@@ -77,6 +77,9 @@ def test_tokens_of_one_slot_get_what_the_expert_makes_of_their_sum():
     assert torch.allclose(out, torch.stack(wanted), atol=1e-5)
     out = router.mixture(x, routing, up, down, capacity=1)[0]
     assert (out[[1, 3]] == 0).all() and torch.allclose(out[0], wanted[0], atol=1e-5)
+    out = router.mixture(x, routing, up, down, capacity=2, add=False)[0]
+    wanted[1], wanted[3] = 0.25 * by(0, x[0, 3]), by(0, x[0, 3])
+    assert torch.allclose(out, torch.stack(wanted), atol=1e-5)
 
 
 def test_a_site_in_bf16_changes_its_part_alone():

@@ -14,7 +14,7 @@ and ties go to the even digit. Tokens with one slot are added up, and each gets 
 makes of the sum, as in the appendix of Switch Transformers, whose dispatch is a product with a
 one-hot tensor. Everything else is FP32. The record is made by
 
-    python -m lowprec.studies.router data/studies/small_parts mixture
+    python -m lowprec.studies.router data/studies/small_parts mixture     (so is later)
 
 in minutes of a core: how each run ended (`mixture.parquet`), and where (`mixture.json`).
 """
@@ -59,11 +59,16 @@ ARMS = {
     "integers": ("logits", "softmax", "gate"),
     "jitter": ("jitter",),
     "unbalanced": ("unbalanced",),
+    "last": ("count", "last"),
+    "without": ("without",),
 }
 """Parts in BF16 by arm. stored: the count is summed in FP32 and stored in BF16. random: it is
 rounded stochastically after each addition. integers: counts are integers, the rest is in BF16.
 jitter: FP32, with the router's input times U(1 - 0.01, 1 + 0.01). unbalanced: FP32, without the
-loss that balances experts."""
+loss that balances experts. last: the count is in BF16 and a slot keeps its last token, not the sum.
+without: FP32, with gates of zero, so that experts do nothing."""
+LATER = ("last", "without")
+"""Arms that were thought of when others had been seen; a record of their own."""
 
 
 def bf16(x):
@@ -121,7 +126,7 @@ def route(x, w, sites=(), generator=None) -> Routing:
     else:
         probabilities = shifted.softmax(-1)
     gate, expert = probabilities.max(-1)
-    gate = bf16(gate) if "gate" in sites else gate
+    gate = bf16(gate) if "gate" in sites else 0 * gate if "without" in sites else gate
     experts, tokens = w.shape[-1], x.shape[1]
     how = next((site for site in ("count", "stored", "random") if site in sites), "")
     ones = F.one_hot(expert, experts).sum(1)
@@ -142,17 +147,27 @@ def sharing(expert, slot, experts: int):
     return held.gather(1, place) > 1
 
 
-def mixture(x, routing: Routing, up, down, capacity: int):
+def last(place):
+    """Which tokens are the last of their place, (seeds, tokens) bool; place: (seeds, tokens)."""
+    number = torch.arange(place.shape[1]).expand_as(place)
+    held = torch.full((len(place), int(place.max()) + 1), -1)
+    held.scatter_reduce_(1, place, number, "amax")
+    return held.gather(1, place) == number
+
+
+def mixture(x, routing: Routing, up, down, capacity: int, add: bool = True):
     """The experts' outputs by token, times the gate; zero for tokens beyond the capacity.
 
-    x: (seeds, tokens, width). up, down: (seeds, experts, width, hidden) and back.
+    x: (seeds, tokens, width). up, down: (seeds, experts, width, hidden) and back. add: whether
+    tokens of one slot are added up, or the last one stays.
     """
     seeds, tokens, width = x.shape
     kept = (routing.slot < capacity)[..., None]
     place = routing.expert * capacity + routing.slot.clamp(max=capacity - 1)
+    read = kept if add else kept & last(place)[..., None]
     place = place[..., None].expand(-1, -1, width)
     empty = x.new_zeros(seeds, up.shape[1] * capacity, width)
-    inputs = empty.scatter_add(1, place, x * kept)
+    inputs = empty.scatter_add(1, place, x * read)
     outputs = F.relu(inputs.unflatten(1, (-1, capacity)) @ up) @ down
     return outputs.flatten(1, 2).gather(1, place) * kept * routing.gate[..., None]
 
@@ -271,7 +286,7 @@ def train(task: Mixture, arm: str, seeds, stop: int | None = None, watch=None):
             routings.append(routing)
             if watch:
                 watch(x.detach(), w[f"router{i}"].detach(), routing)
-            return mixture(x, routing, w[f"up{i}"], w[f"down{i}"], task.slots)
+            return mixture(x, routing, w[f"up{i}"], w[f"down{i}"], task.slots, "last" not in sites)
 
         logits = task.logits(leaves, x, lambda a, b, site=None: a @ b, experts)
         loss = losses(logits, targets)
@@ -299,7 +314,7 @@ def _seen(routings, task):
     return dict(zip(("dropped", "shared", "heaviest"), means, strict=True))
 
 
-TASKS = {"mixture": Mixture()}
+TASKS = {"mixture": Mixture(), "later": Mixture()}
 
 
 # Records
@@ -323,9 +338,11 @@ def _arm(name: str, arm: str):
     return end.assign(arm=arm)
 
 
-def record(folder, name: str, arms=tuple(ARMS), workers=1) -> None:
-    """Train `arms` of a task; write `name.json` and `name.parquet` into `folder`."""
+def record(folder, name: str, arms=None, workers=1) -> None:
+    """Train `arms` of a task, by default all or, of "later", those of `LATER`; write `name.json`
+    and `name.parquet` into `folder`."""
     folder, start = Path(folder), time.monotonic()
+    arms = arms or (LATER if name == "later" else [arm for arm in ARMS if arm not in LATER])
     about = new_record(folder, name, "cpu", "router")
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         ends = list(pool.map(_arm, [name] * len(arms), arms))
