@@ -14,7 +14,7 @@ and ties go to the even digit. Tokens with one slot are added up, and each gets 
 makes of the sum, as in the appendix of Switch Transformers, whose dispatch is a product with a
 one-hot tensor. Everything else is FP32. The record is made by
 
-    python -m lowprec.studies.router data/studies/small_parts mixture     (so is later)
+    python -m lowprec.studies.router data/studies/small_parts mixture   (so are later, images)
 
 in minutes of a core: how each run ended (`mixture.parquet`), and where (`mixture.json`).
 """
@@ -44,7 +44,7 @@ from lowprec.studies import gaps
 from lowprec.studies.bits import cut
 from lowprec.studies.mixed import Optimiser
 from lowprec.studies.mixed_runs import command, learning_rate, losses, new_record, write_about
-from lowprec.studies.small import Text
+from lowprec.studies.small import Digits, Text
 
 SITES = ("logits", "softmax", "gate", "count", "mask", "number")
 STOP = 256
@@ -158,18 +158,18 @@ def last(place):
 def mixture(x, routing: Routing, up, down, capacity: int, add: bool = True):
     """The experts' outputs by token, times the gate; zero for tokens beyond the capacity.
 
-    x: (seeds, tokens, width). up, down: (seeds, experts, width, hidden) and back. add: whether
-    tokens of one slot are added up, or the last one stays.
+    x: (seeds, tokens, width). up, down: (seeds, experts, width, hidden) and (seeds, experts,
+    hidden, out). add: whether tokens of one slot are added up, or the last one stays.
     """
     seeds, tokens, width = x.shape
     kept = (routing.slot < capacity)[..., None]
     place = routing.expert * capacity + routing.slot.clamp(max=capacity - 1)
     read = kept if add else kept & last(place)[..., None]
-    place = place[..., None].expand(-1, -1, width)
     empty = x.new_zeros(seeds, up.shape[1] * capacity, width)
-    inputs = empty.scatter_add(1, place, x * read)
-    outputs = F.relu(inputs.unflatten(1, (-1, capacity)) @ up) @ down
-    return outputs.flatten(1, 2).gather(1, place) * kept * routing.gate[..., None]
+    inputs = empty.scatter_add(1, place[..., None].expand(x.shape), x * read)
+    outputs = (F.relu(inputs.unflatten(1, (-1, capacity)) @ up) @ down).flatten(1, 2)
+    taken = outputs.gather(1, place[..., None].expand(-1, -1, outputs.shape[2]))
+    return taken * kept * routing.gate[..., None]
 
 
 SPREADS, EXPERTS = (0.1, 0.3, 1.0, 3.0), (8, 64)
@@ -259,7 +259,40 @@ class Mixture(Text):
         return math.ceil(self.capacity * self.batch * self.length / self.experts)
 
 
-def train(task: Mixture, arm: str, seeds, stop: int | None = None, watch=None):
+@dataclass(frozen=True)
+class Images(Digits):
+    """Digits told by `experts` experts of one hidden layer and by nothing else: an image is a
+    token, and one beyond the capacity has logits of zero. Fields as of `Mixture`."""
+
+    lr: float = 0.01
+    steps: int = 80
+    batch: int = 4096
+    seeds: int = 10
+    first_seed: int = 1400
+    second: float | None = 0.95
+    layers: int = 1
+    experts: int = 8
+    hidden: int = 16
+    capacity: float = 1.25
+    balance: float = 0.1
+
+    def init(self, generator):
+        e, h = self.experts, self.hidden
+        return {
+            "router0": torch.randn(64, e, generator=generator) / math.sqrt(640),
+            "up0": torch.randn(e, 64, h, generator=generator) * math.sqrt(2 / 64),
+            "down0": torch.randn(e, h, 10, generator=generator) / math.sqrt(h),
+        }
+
+    @property
+    def slots(self) -> int:
+        return math.ceil(self.capacity * self.batch / self.experts)
+
+    def logits(self, w, x, dot, mlp):
+        return mlp(x.flatten(2) - self.data[0].flatten(1).mean(0), w, 0, dot)
+
+
+def train(task: Mixture | Images, arm: str, seeds, stop: int | None = None, watch=None):
     """Train an arm for all of `seeds`; equal starts and batches in every arm.
 
     stop: take only the first steps. watch(x, w, routing) sees the router of every layer and step.
@@ -314,7 +347,7 @@ def _seen(routings, task):
     return dict(zip(("dropped", "shared", "heaviest"), means, strict=True))
 
 
-TASKS = {"mixture": Mixture(), "later": Mixture()}
+TASKS = {"mixture": Mixture(), "later": Mixture(), "images": Images()}
 
 
 # Records
@@ -333,16 +366,18 @@ def _arm(name: str, arm: str):
     torch.set_num_threads(1)
     task = TASKS[name]
     seeds = range(task.first_seed, task.first_seed + task.seeds)
-    end = pd.concat([train(task, arm, [seed]) for seed in seeds], ignore_index=True)
+    groups = [seeds] if name == "images" else [[seed] for seed in seeds]
+    end = pd.concat([train(task, arm, group) for group in groups], ignore_index=True)
     print(f"{name} {arm}: {end.loss.mean():.4f}", flush=True)
     return end.assign(arm=arm)
 
 
 def record(folder, name: str, arms=None, workers=1) -> None:
-    """Train `arms` of a task, by default all or, of "later", those of `LATER`; write `name.json`
-    and `name.parquet` into `folder`."""
+    """Train `arms` of a task, by default all but, of "mixture", those of `LATER`, which are those
+    of "later"; write `name.json` and `name.parquet` into `folder`."""
     folder, start = Path(folder), time.monotonic()
-    arms = arms or (LATER if name == "later" else [arm for arm in ARMS if arm not in LATER])
+    first = [arm for arm in ARMS if arm not in LATER]
+    arms = arms or {"mixture": first, "later": LATER}.get(name, tuple(ARMS))
     about = new_record(folder, name, "cpu", "router")
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         ends = list(pool.map(_arm, [name] * len(arms), arms))
