@@ -104,8 +104,9 @@ print: book
 serve: book
 	$(PY) -m http.server $(PORT) --bind 127.0.0.1 --directory $(BOOK)
 
+# Of the files that have such tests alone: to read the others takes longer than a page.
 check-book: book
-	$(PY) -m pytest -n auto -m book
+	$(PY) -m pytest -n auto -m book $(shell grep -l 'mark\.book' tests/test_*.py)
 
 # Not beside the pages: the list of links would be published with them.
 check-links: book
