@@ -106,7 +106,7 @@ serve: book
 
 # Of the files that have such tests alone: to read the others takes longer than a page.
 check-book: book
-	$(PY) -m pytest -n auto -m book $(shell grep -l 'mark\.book' tests/test_*.py)
+	$(PY) -m pytest -n auto --dist worksteal -m book $(shell grep -l 'mark\.book' tests/test_*.py)
 
 # Not beside the pages: the list of links would be published with them.
 check-links: book
