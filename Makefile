@@ -19,9 +19,9 @@ PY    := $(BIN)/python
 VENV  := .venv/.stamp
 BOOK  := book/_build/html
 # The longest first, so that none is left alone at the end.
-LONGEST := the_gradient_knows_the_rounding is_my_model_affected
-SOURCES := $(wildcard $(LONGEST:%=notebooks/%.ipynb) notebooks/[!_]*.ipynb \
-             notebooks/laboratory/[!_]*.ipynb)
+LONGEST := from_drift_to_spike is_my_model_affected the_gradient_error
+SOURCES := $(wildcard $(LONGEST:%=notebooks/%.ipynb) notebooks/laboratory/[!_]*.ipynb \
+             notebooks/[!_]*.ipynb)
 NAMES   := $(SOURCES:notebooks/%.ipynb=%)
 
 DATA  := $(shell find data -type f -not -path '*/.*')
