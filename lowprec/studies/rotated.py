@@ -318,6 +318,51 @@ def measure(shift: int = SHIFT) -> dict[str, pd.DataFrame]:
     return found | dict(lengths=_of_lengths(read, base))
 
 
+# What a page reads in them
+
+
+def added(losses, arm: str, first: int = 0, tokens: int = TOKENS, column="loss") -> pd.Series:
+    """The loss that an arm adds to that in FP32, by text."""
+    some = losses[(losses["first"] == first) & (losses.tokens == tokens)]
+    wide = some.pivot(index="text", columns="arm", values=column)
+    return (wide[arm] - wide.fp32).dropna()
+
+
+def with_sinks(heads) -> pd.DataFrame:
+    """The rows of heads with a sink, by "text, layer, head"."""
+    some = heads[heads.sink > SINK]
+    names = [f"{h.text}, {h.layer}, {h.head}" for h in some.itertuples()]
+    return some.set_index(pd.Index(names))
+
+
+def follows(q, k, base: float, how: Rotation = ARMS["code"], token: int = PLANTED):
+    """Shares of the change in percent, a mean over the heads with a sink: of the first token, the
+    second, the one at `token` and the largest of all others, in rows behind it: as the layer is,
+    with the first token hidden, and with its key given to `token` as well."""
+    sink = weights(q, k, USUAL, base)[..., 0].mean(-1) > SINK
+    given = k.clone()
+    given[:, token] = k[:, 0]
+    rows = {}
+    for name, keys, hidden in (
+        ("as it is", k, 0), ("first token hidden", k, 1), ("hidden, its key moved", given, 1),
+    ):  # fmt: skip
+        columns = moved(q, keys, how, base, hidden=hidden, rows=token + 1)[sink]
+        part = 100 * columns / columns.sum(-1, keepdim=True)
+        named = [0, 1, token]
+        other = part.index_fill(-1, torch.tensor(named), 0).amax(-1)
+        means = [part[:, i].mean().item() for i in named] + [other.mean().item()]
+        rows[name] = means
+    columns = ["first", "second", f"token {token + 1}", "largest other"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+
+
+def ends(arm) -> pd.Series:
+    """The mean loss of the last 200 steps of an arm's runs, by seed."""
+    return pd.Series(
+        {s: run.metrics.loss.tail(200).mean() for s, run in arm.by_seed.items()}, dtype=float
+    )
+
+
 main = functools.partial(dated.command, "rotated", __doc__, measure, shift=SHIFT)
 
 if __name__ == "__main__":
