@@ -70,8 +70,12 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 def places(fmt: str, until: int) -> int:
     """How many of the positions 0 to until - 1 a format tells apart."""
-    site = Rotation(place=fmt).place
-    return len(rounded(torch.arange(until, dtype=torch.float64), site).unique())
+    return len(set(rounded_places(fmt, range(until))))
+
+
+def rounded_places(fmt: str, of) -> list[float]:
+    """What positions become in a format."""
+    return rounded(torch.tensor([*of], dtype=torch.float64), Rotation(place=fmt).place).tolist()
 
 
 # Attention
