@@ -102,8 +102,8 @@ def lacking(q, v, scores, dropout) -> tuple[str, ...]:
         "a scale that is not positive": not scores.scale > 0,
     }  # fmt: skip
     sizes = q.shape[3], v.shape[3]
-    named["head sizes above 128"] = max(sizes) > 128
-    named["padding"] = sizes[0] != sizes[1] or sizes[0] not in (16, 32, 64, 128)
+    named["head sizes above 256"] = max(sizes) > 256
+    named["padding"] = sizes[0] != sizes[1] or sizes[0] not in (16, 32, 64, 128, 256)
     return tuple(name for name, asked in named.items() if asked)
 
 
