@@ -34,6 +34,7 @@ from lowprec import UserError, entry
 from lowprec.numerics.rotation import COUNTING, PRESETS, Rotation
 from lowprec.records.files import repo_root
 from lowprec.studies import dated
+from lowprec.studies.bits import cut
 from lowprec.training.config import LLAMA
 from lowprec.training.model import GPT, GPTConfig
 from lowprec.training.rotary import rotate, rotation, rounded
@@ -259,7 +260,10 @@ def _of_heads(read, base) -> pd.DataFrame:
                 text=name, layer=layer, head=range(len(q)), sink=sink, first=share(columns),
                 second=share(second, 1), follows=planted.argmax(-1) == PLANTED,
             )))  # fmt: skip
-    return pd.concat(rows, ignore_index=True)
+    table = pd.concat(rows, ignore_index=True)
+    for column in ("sink", "first", "second"):  # three digits, which halves the file
+        table[column] = cut(torch.tensor(table[column].to_numpy()), 10, "nearest").numpy()
+    return table
 
 
 def _of_layers(read, read_untrained, base) -> pd.DataFrame:
