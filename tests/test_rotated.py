@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from lowprec.studies import rotated, smollm2
+from lowprec import UserError
+from lowprec.diagnose import pretrained
+from lowprec.studies import dated, rotated, smollm2
 from lowprec.studies.rotated import ARMS, USUAL
 
 BASE, T = 1e4, 96
@@ -98,6 +100,22 @@ def test_a_pretrained_llama_is_a_gpt_whose_rotation_can_be_rounded():
     layer = theirs.model.layers[0]
     x = layer.input_layernorm(theirs.model.embed_tokens(tokens[None, :-1]))
     torch.testing.assert_close(layer.self_attn.k_proj(x)[0].unflatten(1, (2, 8)).transpose(0, 1), k)
+
+
+@pytest.mark.slow
+def test_the_recorded_losses_come_out_again():
+    """With the model's package installed; the text is jinja2's, which does not change."""
+    try:
+        path = pretrained.real_path()
+    except UserError as error:
+        pytest.skip(str(error))
+    model, words = rotated.as_gpt(pretrained.load(path)[0]), pretrained.tokenizer(path)
+    ids = words(rotated._text(rotated.TEXTS["parser"]))["input_ids"][: rotated.TOKENS + 1]
+    table = dated.recorded("rotated", shift=rotated.SHIFT)["losses"]
+    row = table.query("text == 'parser' and first == 0").set_index("arm").loss
+    for arm in ("fp32", "counting"):
+        loss = rotated.losses(model, torch.tensor(ids), ARMS[arm]).mean().item()
+        assert loss == pytest.approx(row[arm], abs=2e-4)
 
 
 def test_formats_count_as_far_as_their_digits_go():
