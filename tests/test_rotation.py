@@ -13,7 +13,7 @@ from lowprec.numerics.rotation import COUNTING, PRESETS, Rotation
 from lowprec.training.config import LLAMA, TrainConfig
 from lowprec.training.config import PRESETS as RUNS
 from lowprec.training.model import GPT
-from lowprec.training.rotary import rotate, rotation
+from lowprec.training.rotary import rotate, rotation, turned
 
 T, D, BASE = 4096, 64, 1e5
 
@@ -96,6 +96,12 @@ def test_gradients_are_transformers():
     rotate(mine, table, how="CODE").backward(g)
     apply_rotary_pos_emb(other, other.detach(), *both)[0].backward(g)
     assert torch.equal(mine.grad, other.grad)
+
+
+def test_the_operator_is_one_that_a_compiler_can_trust():
+    cos, sin = rotation(8, D)
+    x = drawn(1, 8, 2, D + 2).transpose(1, 2).bfloat16().requires_grad_()
+    torch.library.opcheck(turned, (x, cos, sin, "CODE"))
 
 
 def test_bf16_counts_to_256_and_fp16_to_2048():
