@@ -46,6 +46,7 @@ CONVERTED = [
     "sixteen_bits_outside_attention",
     "moments_that_cannot_forget",
     "bits_or_bias",
+    "where_rotary_positions_break",
     "which_small_parts",
     "two_attentions",
     "in_the_training_loop",
