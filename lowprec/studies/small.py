@@ -169,8 +169,11 @@ class Text:
             p = s.masked_fill(hidden, -math.inf).softmax(-1)
             o = dot(p, v).transpose(2, 3).reshape(x.shape)
             x = x + dot(o, w[f"proj{i}"])
-            x = x + dot(F.gelu(dot(norm(x, f"norm_mlp{i}"), w[f"up{i}"])), w[f"down{i}"])
+            x = x + self.mlp(w, i, norm(x, f"norm_mlp{i}"), dot)
         return dot(norm(x, "norm"), table.mT, "logits")
+
+    def mlp(self, w, i, x, dot):
+        return dot(F.gelu(dot(x, w[f"up{i}"])), w[f"down{i}"])
 
 
 TASKS = {
