@@ -178,7 +178,11 @@ def record(folder, texts) -> None:
     path = pretrained.real_path()
     model, words = pretrained.load(path)
     read_text, found = pretrained.tokenizer(path), {"layers": [], "losses": []}
-    about |= {"weights": words, "sha256": files.sha256(path), "texts": {}}
+    about |= {
+        "weights": words.replace(str(path), path.name),
+        "sha256": files.sha256(path),
+        "texts": {},
+    }
     for text in map(Path, texts):
         ids = read_text(text.read_text())["input_ids"][:TOKENS]
         about["texts"][text.name] = ids
