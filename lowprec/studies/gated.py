@@ -79,20 +79,26 @@ def fitted(cos: float, decay: float, width=4, steps=1500, rate=0.2, seed=0) -> f
     return float(cosine(g, u))
 
 
-def neuron(cos, decay, kind="SwiGLU", size=8.0, width=8, rows=4096, steps=3000, rate=0.05, seed=0):
-    """A neuron that fits another of cosine `cos` on drawn inputs: (cosine, |g| |u|) at the end.
+def neurons(cos, decay, starts=8, size=8.0, width=4, rows=512, steps=800, rate=0.4):
+    """SwiGLU neurons that fit another of cosine `cos`, each on inputs of its own draw: cosines and
+    |g| |u| at the end, (starts,).
 
     In units of the target's length, `size`, so that decay compares with `shrunk`: half the mean
     squared error over size^4, plus decay / 2 times |g|^2 + |u|^2. Full gradient descent, FP64.
     """
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, width, generator=draw, dtype=torch.float64) * size
-    y = KINDS[kind](*(x @ v for v in _target(cos, width))) / size**2
-    pair = 0.3 * torch.randn(2, width, generator=draw, dtype=torch.float64)
+    drawn = []
+    for seed in range(starts):
+        draw = torch.Generator().manual_seed(seed)
+        x = torch.randn(rows, width, generator=draw, dtype=torch.float64)
+        drawn.append((x, 0.3 * torch.randn(width, 2, generator=draw, dtype=torch.float64)))
+    x, pair = map(torch.stack, zip(*drawn, strict=True))
+    x, target = x * size, torch.stack(_target(cos, width), 1)
+    swiglu = KINDS["SwiGLU"]
+    y = swiglu(*(x @ target).unbind(-1)) / size**2
     for _ in range(steps):
         pair.requires_grad_()
-        off = KINDS[kind](x @ pair[0], x @ pair[1]) / size**2 - y
-        loss = off.square().mean() / 2 + decay / 2 * pair.square().sum()
-        (slope_,) = torch.autograd.grad(loss, pair)
+        off = swiglu(*(x @ pair).unbind(-1)) / size**2 - y
+        loss = off.square().mean(1) / 2 + decay / 2 * pair.square().sum((1, 2))
+        (slope_,) = torch.autograd.grad(loss.sum(), pair)
         pair = (pair - rate * slope_).detach()
-    return float(cosine(*pair)), float(pair.norm(dim=-1).prod())
+    return cosine(*pair.unbind(-1)), pair.norm(dim=1).prod(-1)
