@@ -7,6 +7,7 @@ import torch
 
 from lowprec import UserError, __main__
 from lowprec.diagnose import pretrained
+from lowprec.studies import dated, smollm2
 
 TEXT = "def f(x):\n    return x + 1\n" * 20
 
@@ -172,3 +173,63 @@ def test_the_file_of_the_package_is_found_without_importing_it(tmp_path, monkeyp
     monkeypatch.setattr(pretrained.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="not installed"):
         pretrained.real_path()
+
+
+# What is kept of SmolLM2
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return dated.recorded("smollm2", **smollm2.PARAMETERS)
+
+
+@pytest.mark.parametrize("layer", smollm2.GATED)
+def test_kept_gates_have_the_loudest_channel_of_the_record(kept, layer):
+    gate, up = (x.float() for x in map(smollm2.captured("gated", layer).get, ("gate", "up")))
+    assert gate.shape == up.shape == (smollm2.GATED_TOKENS, 1536)
+    product = torch.nn.functional.silu(gate) * up
+    row = kept["residuals"].set_index("layer").loc[layer]
+    if row.gated_token < smollm2.GATED_TOKENS:
+        found = product[int(row.gated_token), int(row.gated_feature)].item()
+        assert found == pytest.approx(row.gated_largest, rel=2**-7)
+        assert product.abs().max() == abs(found)
+    assert product.abs().max() <= abs(row.gated_largest) * (1 + 2**-7)
+    assert (product.abs().max() > 400) == (layer in (11, 28, 29))
+
+
+@pytest.mark.parametrize("layer", smollm2.QK)
+def test_kept_queries_and_keys_have_the_sinks_of_the_record(kept, layer):
+    """Where they are turned to their places; as they lie, or by the other pairs, they have not."""
+    q, k = map(smollm2.captured("qk", layer).get, "qk")
+    wanted = torch.tensor(kept["sinks"].query("layer == @layer").sink.to_numpy())
+
+    def sink(q, k):
+        s = (q.float() @ k.float().repeat_interleave(3, 0).mT) / 8
+        s = s.masked_fill(torch.ones_like(s[0]).triu(1).bool(), -torch.inf)
+        return s.softmax(-1)[:, 1:, 0].mean(1)
+
+    assert (sink(smollm2.turned(q), smollm2.turned(k)) - wanted).abs().max() < 0.005
+    if layer != 11:
+        assert (sink(q, k) - wanted).abs().max() > 0.05
+
+
+def test_a_layer_that_is_not_kept_is_one_sentence():
+    with pytest.raises(UserError, match="qk-05.* is not kept of SmolLM2; there are gated-06, "):
+        smollm2.captured("qk", 5)
+
+
+def test_it_is_measured_as_the_record_was(hub, gguf, tmp_path, monkeypatch):
+    """On a tiny model: what attention gives and what the layers hand on."""
+    model, path = tiny(hub), write(gguf, tiny(hub), tmp_path / "a.gguf")
+    monkeypatch.setattr(pretrained, "real_path", lambda: path)
+    found = smollm2.measure(64)
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([pretrained.tokenizer(path)(smollm2.text())["input_ids"][:64]])
+    with torch.no_grad():
+        out = model(input_ids=ids, output_attentions=True, output_hidden_states=True)
+    row = found["sinks"].query("layer == 1 and head == 2").iloc[0]
+    assert row.sink == pytest.approx(out.attentions[1][0, 2, 1:, 0].mean().item())
+    first, stream = found["residuals"].iloc[0], out.hidden_states[1][0]
+    assert first.stream_largest == stream[int(first.stream_token), int(first.stream_feature)]
+    assert abs(first.stream_largest) == stream.abs().max()
+    assert len(found["sinks"]) == 8 and 0 <= smollm2.summary(found["sinks"])["above"] <= 1

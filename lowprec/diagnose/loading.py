@@ -16,6 +16,7 @@ from lowprec import UserError
 from lowprec.records import files, runs
 from lowprec.records.tables import load_archive, require_whole
 from lowprec.training.capture import Capture
+from lowprec.training.data.text import VOCABULARIES
 from lowprec.training.model import GPT
 
 WRAPPERS = {r"(?<![^.])_orig_mod\.": "", r"^module\.": ""}
@@ -28,6 +29,7 @@ GPT2_SIZES = 50257, 50304
 """Of GPT-2's vocabulary, as it is and padded to a multiple of 64."""
 FEWEST = 64
 """Tokens of a probe at least: a few rows for each of its blocks."""
+NOISE = "for want of its tokenizer, so noise to a model that was trained with another"
 
 
 def load(path: Path, seed: int):
@@ -221,5 +223,8 @@ def _encoded(text: str, folder, vocab_size: int) -> tuple[list[int], str]:
     if vocab_size >= 50257:
         from lowprec.training.data.text import gpt2_encoding
 
-        return gpt2_encoding().encode_ordinary(text), "by GPT-2's tokenizer"
-    return list(text.encode()), "as bytes"
+        how = "by GPT-2's tokenizer"
+        how += f" {NOISE}" if vocab_size not in GPT2_SIZES else ""
+        return gpt2_encoding().encode_ordinary(text), how
+    how = "as bytes" if vocab_size == VOCABULARIES["bytes"] else f"as bytes {NOISE}"
+    return list(text.encode()), how
