@@ -111,20 +111,25 @@ def explained(a, g, u) -> dict:
     """How loud the channels of a layer are and why, a row of `layers`.
 
     a: (tokens, channels) read by the down-projection; g, u: (channels, width), gain included.
-    `loudest` and `quiet` are the largest and the median of max |a| over tokens; `token` and
-    `channel` are where the loudest is; `cos` and `met` are its cosine and the share of its bound,
-    `met_quiet` the median share; `rank_*` are rank correlations of max |a| over channels with
-    |g| |u|, with |cos| and with the share; `median`, `tail` and `largest` are of |cos|.
+    `loudest` and `quiet` are the largest and the median of max |a| over tokens, `second` is the
+    largest of another token than the loudest's; `token` and `channel` are where that is. `most` is
+    its bound over the median one, `larger` the share of channels with a larger |g| |u|, `cos` its
+    cosine and `met` the share of its bound; `met_quiet` is the median share. `rank_*` are rank
+    correlations of max |a| over channels with |g| |u|, with |cos| and with the share; `median`,
+    `tail` and `largest` are of |cos|.
     """
     top, where = a.abs().max(0)
     cos, norms = gated.cosine(g, u), g.norm(dim=1) * u.norm(dim=1)
-    met = top / gated.bound(g, u, g.shape[1] ** 0.5)
+    most = gated.bound(g, u, g.shape[1] ** 0.5)
+    met = top / most
     loudest = int(top.argmax())
     middle, tail = cos.abs().quantile(torch.tensor([0.5, 0.9]))
     return {
         "loudest": float(top[loudest]), "quiet": float(top.median()),
         "second": float(a.abs().amax(1).topk(2).values[1]),
         "token": int(where[loudest]), "channel": loudest,
+        "most": float(most[loudest] / most.median()),
+        "larger": float((norms > norms[loudest]).float().mean()),
         "cos": float(cos[loudest]), "met": float(met[loudest]), "met_quiet": float(met.median()),
         "rank_norms": float(ranked(top, norms)), "rank_cos": float(ranked(top, cos.abs())),
         "rank_met": float(ranked(top, met)),
@@ -143,6 +148,58 @@ def losses(model, tokens) -> pd.DataFrame:
     arms = [None, *ARMS, "stale", *(f"{arm}-but-first" for arm in BUT_FIRST)]
     found = {arm or "fp32": float(token_losses(model, tokens, arm).mean()) for arm in arms}
     return pd.DataFrame({"arm": found.keys(), "loss": found.values()})
+
+
+def zeros(a, text: str) -> float:
+    """The share of non-zero values of a (tokens, channels) that are zero as stored."""
+    there = a != 0
+    return float(((storing(text)(a) == 0) & there).sum() / there.sum())
+
+
+def returned(a, text: str, gap: int, size=16) -> float:
+    """The largest |a| as stored over itself, where the first `size` tokens, with it, are stored,
+    then the next ones `gap` times, then the first again. a: (tokens, channels)."""
+    by, first, rest = storing(text), a[:size], a[size : 2 * size]
+    by(first)
+    for _ in range(gap):
+        by(rest)
+    at = first.abs().argmax()
+    return float(by(first).flatten()[at] / first.flatten()[at])
+
+
+WAYS = {
+    "E4M3": f"{E4}@tensor",
+    "int8": "int8@tensor",
+    "int8, a token": "int8@token",
+    "int8, a channel": "int8@channel",
+    "E2M1": "e2m1@tensor",
+    "E2M1, for 32": "e2m1@block32",
+}
+HISTORIES = {
+    "current": "",
+    "history 16": ",delayed16",
+    "16, power of two": ",pow2,delayed16",
+    "history 1,024": ",delayed1024",
+}
+
+
+def zeros_by(products) -> pd.DataFrame:
+    """`zeros` in percent, a row a way of storing, a column a layer; products: {layer: a}."""
+    columns = {
+        f"layer {layer}": {way: 100 * zeros(a, text) for way, text in WAYS.items()}
+        for layer, a in products.items()
+    }
+    return pd.DataFrame(columns)
+
+
+def returned_by(a, gaps=(8, 24, 1040)) -> pd.DataFrame:
+    """`returned` in E4M3 by `HISTORIES` and gaps, over every sixteenth channel, the loudest too."""
+    some = a[:, int(a.abs().amax(0).argmax()) % 16 :: 16]
+    rows = [
+        (scale, *(returned(some, f"{E4}@tensor{text}", gap) for gap in gaps))
+        for scale, text in HISTORIES.items()
+    ]
+    return pd.DataFrame(rows, columns=["scale", *(f"after {gap:,}" for gap in gaps)])
 
 
 # Records
