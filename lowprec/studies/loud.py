@@ -453,7 +453,7 @@ def record(folder, name: str, workers=1) -> None:
         whole = column in ("seed", "step", "octaves")
         table[column] = table[column].astype("int16" if whole else "float32")
         if not whole and column != "decay":
-            short = round_to(torch.tensor(table[column].to_numpy()), "e8m10")
+            short = round_to(torch.tensor(table[column].to_numpy()), "e8m16")
             table[column] = short.numpy()
     write_table(folder / f"{name}.parquet", table.reset_index(drop=True))
     write_about(folder, name, about)
