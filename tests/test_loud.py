@@ -3,13 +3,14 @@
 import dataclasses
 import math
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lowprec import UserError
 from lowprec.numerics.formats import E4M3
-from lowprec.studies import gated, loud, loud_real
+from lowprec.studies import gated, loud, loud_real, loud_wide
 
 IMAGES = dataclasses.replace(loud.TASKS["images"], plain=3, steps=4, hidden=8, seeds=2)
 RETURNS = dataclasses.replace(loud.TASKS["returns"], plain=3, steps=40, hidden=8, seeds=2)
@@ -195,3 +196,12 @@ def test_zeros_and_returns_by_hand():
     assert loud_real.returned(x, text, 1, size=2) == 1
     assert loud_real.returned(x, text, 2, size=2) == pytest.approx(1 / 1000)
     assert E4M3.max == 448 and math.isclose(loud_real.returned(x, f"{loud.E4}@tensor", 9, 2), 1)
+
+
+def test_a_wide_models_channel_is_loud_only_at_returns(tmp_path):
+    sizes = dict(width=16, length=8, batch=2, seeds=2, plain=3, steps=40, layers=1, classes=64)
+    task = dataclasses.replace(loud_wide.TASK, heads=2, path=loud.Text.path, **sizes)
+    loud_wide.record(tmp_path, task, arms=("fp32", "current", "delayed16"))
+    table = pd.read_parquet(tmp_path / "wide.parquet").set_index(["arm", "seed"])
+    away = (table - table.loc["fp32"]).abs().groupby("arm").mean()
+    assert away.loud["delayed16"] > 3 * away.loud["current"] > 0

@@ -263,19 +263,19 @@ LONG = {"images": Images(plain=3000), "language": Language(plain=600)}
 class Training:
     """A task trained for all of `seeds` at once; equal starts and batches whatever is stored."""
 
-    def __init__(self, task, seeds):
-        self.task, self.seeds, self.step = task, list(seeds), 0
+    def __init__(self, task, seeds, device="cpu"):
+        self.task, self.seeds, self.step, self.device = task, list(seeds), 0, device
         each = [task.init(torch.Generator().manual_seed(seed)) for seed in seeds]
-        self.weights = {name: torch.stack([w[name] for w in each]) for name in each[0]}
+        self.weights = {name: torch.stack([w[name] for w in each]).to(device) for name in each[0]}
         self.optimiser = Optimiser(list(self.weights.values()), task.first, task.second)
 
     def run(self, steps: int, dot=None) -> torch.Tensor:
         """Take `steps` steps with products `dot`; the losses, (steps, seeds)."""
         task, dot, curve = self.task, dot or Products(), []
-        ok = torch.ones(len(self.seeds), dtype=torch.bool)
+        ok = torch.ones(len(self.seeds), dtype=torch.bool, device=self.device)
         for step in range(self.step, self.step + steps):
             rows = zip(*(task.rows(step, seed) for seed in self.seeds), strict=True)
-            x, targets = map(torch.stack, rows)
+            x, targets = (torch.stack(part).to(self.device) for part in rows)
             leaves = {name: w.detach().requires_grad_() for name, w in self.weights.items()}
             loss = losses(task.logits(leaves, x, dot), targets)
             grads = torch.autograd.grad(loss.sum(), list(leaves.values()))
