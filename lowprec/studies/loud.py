@@ -341,10 +341,10 @@ def go_on(began: Training, arm: str, octaves: int, steps=None) -> pd.DataFrame:
 
 
 def cosines(model: str, decay: float, seeds=None, steps=None, parts=6) -> pd.DataFrame:
-    """|cos| of gate and up of every channel over a training: by (seed, step) its `median`, its 90th
-    percentile `tail` and its `largest`; steps are `parts` equal parts, from 0 on. `rank_norms` and
-    `rank_cos`: rank correlations of the largest |a| of a channel, on the next batch, with |g| |u|
-    and with |cos|, mean over layers."""
+    """Gate and up of every channel over a training: by (seed, step) `tail`, the 90th percentile of
+    |cos|; steps are `parts` equal parts, from 0 on. `rank_norms` and `rank_cos`: rank correlations
+    of the largest |a| of a channel, on the next batch, with |g| |u| and with |cos|, mean over
+    layers."""
     task = dataclasses.replace(LONG[model], decay=decay)
     training = Training(task, seeds or range(task.first_seed, task.first_seed + task.seeds))
     rows, part = [], (steps or task.plain) // parts
@@ -352,10 +352,8 @@ def cosines(model: str, decay: float, seeds=None, steps=None, parts=6) -> pd.Dat
         if i:
             training.run(part)
         cos = torch.cat([gated.cosine(*training.pairs(n)).abs() for n in range(task.layers)], 1)
-        middle, tail = cos.quantile(torch.tensor([0.5, 0.9]), dim=1)
-        found = {"seed": training.seeds, "step": training.step, "median": middle, "tail": tail}
-        found |= {"largest": cos.amax(1)} | _ranks(training)
-        rows.append(pd.DataFrame(found))
+        found = {"seed": training.seeds, "step": training.step, "tail": cos.quantile(0.9, dim=1)}
+        rows.append(pd.DataFrame(found | _ranks(training)))
     return pd.concat(rows, ignore_index=True)
 
 
@@ -442,6 +440,18 @@ def trained(name: str) -> tuple[dict, pd.DataFrame]:
     return dataclasses.asdict(task), pd.concat(parts)
 
 
+def short(table: pd.DataFrame, digits: int) -> pd.DataFrame:
+    """A table as it is kept: whole numbers of 16 bits, others FP32 with so many stored digits."""
+    table = table.copy()
+    for column in table.select_dtypes("number"):
+        whole = table[column].dtype.kind in "iu"
+        table[column] = table[column].astype("int16" if whole else "float32")
+        if not whole and column != "decay":
+            kept = round_to(torch.tensor(table[column].to_numpy()), f"e8m{digits}")
+            table[column] = kept.numpy()
+    return table
+
+
 def record(folder, name: str, workers=1) -> None:
     """Train every run of a study; write `name.json` and `name.parquet` into `folder`."""
     folder, began = Path(folder), time.monotonic()
@@ -449,13 +459,8 @@ def record(folder, name: str, workers=1) -> None:
     torch.set_num_threads(workers)
     config, table = trained(name)
     about |= {"config": config, "seconds": round(time.monotonic() - began)}
-    for column in table.select_dtypes("number"):
-        whole = column in ("seed", "step", "octaves")
-        table[column] = table[column].astype("int16" if whole else "float32")
-        if not whole and column != "decay":
-            short = round_to(torch.tensor(table[column].to_numpy()), "e8m16")
-            table[column] = short.numpy()
-    write_table(folder / f"{name}.parquet", table.reset_index(drop=True))
+    digits = 10 if name == "decay" else 16
+    write_table(folder / f"{name}.parquet", short(table.reset_index(drop=True), digits))
     write_about(folder, name, about)
 
 

@@ -9,7 +9,8 @@ The record of SmolLM2-135M, of `lowprec.diagnose.pretrained`, is made by
     python -m lowprec.studies.loud_real data/studies/loud TEXT ...
 
 from the first `TOKENS` tokens of each text file: `real-layers.parquet` with a row a layer and text,
-`real-losses.parquet` with a row a way of storing and text, and `real.json`, tokens included.
+`real-losses.parquet` with a row a way of storing and text, and `real.json`, with the sha256 of each
+text.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lowprec.numerics.scaling import Cast, largest, scaled
 from lowprec.records import files
 from lowprec.records.tables import write_table
 from lowprec.studies import gated
-from lowprec.studies.loud import E4, ranked, storing
+from lowprec.studies.loud import E4, ranked, short, storing
 from lowprec.studies.mixed_runs import new_record, write_about
 
 TOKENS = 512
@@ -111,29 +112,24 @@ def explained(a, g, u) -> dict:
     """How loud the channels of a layer are and why, a row of `layers`.
 
     a: (tokens, channels) read by the down-projection; g, u: (channels, width), gain included.
-    `loudest` and `quiet` are the largest and the median of max |a| over tokens, `second` is the
-    largest of another token than the loudest's; `token` and `channel` are where that is. `most` is
-    its bound over the median one, `larger` the share of channels with a larger |g| |u|, `cos` its
-    cosine and `met` the share of its bound; `met_quiet` is the median share. `rank_*` are rank
-    correlations of max |a| over channels with |g| |u|, with |cos| and with the share; `median`,
-    `tail` and `largest` are of |cos|.
+    `loudest` and `quiet` are the largest and the median of max |a| over tokens, `token` is where
+    the loudest is. `most` is its bound over the median one, `larger` the share of channels with a
+    larger |g| |u|, `cos` its cosine and `met` the share of its bound; `met_quiet` is the median
+    share. `rank_norms` and `rank_cos` are rank correlations of max |a| over channels with |g| |u|
+    and |cos|; `tail` is the 90th percentile of |cos|.
     """
     top, where = a.abs().max(0)
     cos, norms = gated.cosine(g, u), g.norm(dim=1) * u.norm(dim=1)
     most = gated.bound(g, u, g.shape[1] ** 0.5)
     met = top / most
     loudest = int(top.argmax())
-    middle, tail = cos.abs().quantile(torch.tensor([0.5, 0.9]))
     return {
         "loudest": float(top[loudest]), "quiet": float(top.median()),
-        "second": float(a.abs().amax(1).topk(2).values[1]),
-        "token": int(where[loudest]), "channel": loudest,
-        "most": float(most[loudest] / most.median()),
+        "token": int(where[loudest]), "most": float(most[loudest] / most.median()),
         "larger": float((norms > norms[loudest]).float().mean()),
         "cos": float(cos[loudest]), "met": float(met[loudest]), "met_quiet": float(met.median()),
         "rank_norms": float(ranked(top, norms)), "rank_cos": float(ranked(top, cos.abs())),
-        "rank_met": float(ranked(top, met)),
-        "median": float(middle), "tail": float(tail), "largest": float(cos.abs().max()),
+        "tail": float(cos.abs().quantile(0.9)),
     }  # fmt: skip
 
 
@@ -242,16 +238,14 @@ def record(folder, texts) -> None:
     }
     for text in map(Path, texts):
         ids = read_text(text.read_text())["input_ids"][:TOKENS]
-        about["texts"][text.name] = ids
+        about["texts"][text.name] = files.sha256(text)
         for name, measure in (("layers", layers), ("losses", losses)):
             table = measure(model, torch.tensor(ids)).assign(text=text.name)
             found[name].append(table)
         print(found["losses"][-1].to_string(), flush=True)
     for name, tables in found.items():
         table = pd.concat(tables, ignore_index=True)
-        small = dict.fromkeys(table.select_dtypes("float64"), "float32")
-        small |= dict.fromkeys(table.select_dtypes("int64"), "int16")
-        write_table(folder / f"real-{name}.parquet", table.astype(small))
+        write_table(folder / f"real-{name}.parquet", short(table, 16 if name == "losses" else 10))
     write_about(folder, "real", about)
 
 
