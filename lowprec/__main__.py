@@ -248,13 +248,14 @@ def bisect(argv: list[str]) -> int:
     import tyro
 
     from lowprec.diagnose import bisect as search
+    from lowprec.diagnose import contenders
     from lowprec.training.capture import Capture
 
     if argv[:1] == ["--train"]:
         return _bisect_runs(argv[1:])
 
     def command(
-        capture: tyro.conf.Positional[Path],
+        capture: tyro.conf.Positional[str],
         policy: str | None = None,
         of: Literal["dq", "wq", "row_sum"] = "dq",
         within: float = search.WITHIN,
@@ -267,14 +268,16 @@ def bisect(argv: list[str]) -> int:
         Whole trainings instead: bisect --train PRESET --out FOLDER ...
 
         Args:
-            capture: a file that a run's --capture-at wrote, or one of data/captures.
+            capture: a file that a run's --capture-at wrote, or one of data/captures by its name,
+                such as fa2-a-seed1-1680.
             policy: whose error it is, by default the captured one; a healthy twin wants FA2 or LOW.
             of: the error of dQ, of W_Q's gradient, or the sum of dS, against float64.
             within: the share of the error that a set may leave.
             size: try all sets of up to so many fields, by default as many as 300 replays allow.
             modes: let sets have other changes as well, such as delta_from=o_fp32.
         """
-        replays = search.Replays(captured := Capture.load(capture))
+        path = contenders.path_named(capture)
+        replays = search.Replays(captured := Capture.load(path))
         given = search.PrecisionPolicy.parse(policy or captured.policy)
         began = time.perf_counter()
         found = search.guilty(replays, given, of, within, size, modes)

@@ -515,7 +515,7 @@ def test_a_model_that_reads_images_too_is_probed_by_its_text(hub):
 
 
 def windowed(hub, kind):
-    """Layers with a window of 32 tokens: all, or five of six."""
+    """Layers with a window of 32 tokens: all, five of six, or one."""
     sizes = dict(
         num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, hidden_size=32,
         head_dim=16, intermediate_size=64, vocab_size=300, sliding_window=32,
@@ -523,11 +523,20 @@ def windowed(hub, kind):
     )  # fmt: skip
     if kind == "mistral":
         return hub.MistralForCausalLM(hub.MistralConfig(**sizes))
+    if kind == "gemma2":
+        kinds = ["full_attention"] * 5 + ["sliding_attention"]
+        config = hub.Gemma2Config(**sizes, layer_types=kinds, attn_logit_softcapping=None)
+        return hub.Gemma2ForCausalLM(config)
     return hub.Gemma3ForCausalLM(hub.Gemma3TextConfig(**sizes))
 
 
 @pytest.mark.parametrize(
-    "kind,where", [("mistral", "the model has"), ("gemma3", "layers 0, 1, 2, 3, 4 have")]
+    "kind,where",
+    [
+        ("mistral", "the model has"),
+        ("gemma3", "layers 0, 1, 2, 3, 4 have"),
+        ("gemma2", "^layer 5 has"),
+    ],
 )
 def test_a_window_shorter_than_the_text_is_named(hub, kind, where):
     model = windowed(hub, kind)

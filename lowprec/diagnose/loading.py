@@ -34,14 +34,14 @@ NOISE = "for want of its tokenizer, so noise to a model that was trained with an
 
 def load(path: Path, seed: int):
     """A Capture, a GPT or a transformers model, by the kind of path; and its weights in words."""
+    if path.suffix == ".gguf" and path.is_file():
+        from lowprec.diagnose import pretrained
+
+        return pretrained.load(path)
     if path.is_file() and path.suffix != ".json" and (path.parent / "config.json").is_file():
         raise UserError(f"{path} is a part of a transformers model; give its folder {path.parent}")
     if path.suffix in (".xz", ".safetensors"):
         return Capture.load(path), "its own"
-    if path.suffix == ".gguf":
-        from lowprec.diagnose import pretrained
-
-        return pretrained.load(path)
     if runs.is_run(path):
         raise UserError(
             f"{path} is a run; give its checkpoint.pt if it is unfinished, a file of its .weights/ "
@@ -53,7 +53,9 @@ def load(path: Path, seed: int):
         names = sorted((p.name for p in saved), key=lambda name: (len(name), name))
         raise UserError(f"{path} has no weights of its own; give one of {', '.join(names)} in it")
     kept = sorted(p.name for kind in ("*.pt", "*.xz") for p in path.glob(kind))
-    if kept and not (path / "config.json").is_file():
+    kept = [] if (path / "config.json").is_file() else kept
+    kept += sorted(p.name for p in path.glob("*.gguf") if not weights)
+    if kept:
         raise UserError(f"{path} is a folder; give one file of it: {', '.join(kept)}")
     if path.is_dir() and not weights:
         if not (path / "config.json").is_file():
