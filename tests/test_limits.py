@@ -48,6 +48,7 @@ CONVERTED = [
     "bits_or_bias",
     "where_rotary_positions_break",
     "which_small_parts",
+    "one_loud_channel",
     "two_attentions",
     "in_the_training_loop",
     "laboratory/what_ran",
