@@ -9,7 +9,7 @@ The runs are short, so that overflows come and scales grow `FASTER` times as oft
 
 The records are made by
 
-    python -m lowprec.studies.eight data/studies/eight images     (so is text)
+    python -m lowprec.studies.eight data/studies/eight images     (so are text and more)
 
 in minutes of a core. They hold how each run ended (`images.json`, with where it was made and with
 the exponents of FP32's gradients) and its losses by step, medians over
@@ -39,7 +39,7 @@ from lowprec.records import files
 from lowprec.records.tables import write_table
 from lowprec.studies import gaps
 from lowprec.studies.bits import cut
-from lowprec.studies.deviation import Estimate
+from lowprec.studies.deviation import Estimate, estimate
 from lowprec.studies.mixed import Optimiser, per_seed
 from lowprec.studies.mixed_runs import (
     command,
@@ -61,6 +61,7 @@ TASKS = {
         classes=256,
     ),
 }  # fmt: skip
+TASKS["more"] = dataclasses.replace(TASKS["text"], seeds=12, first_seed=1200)
 FASTER = 20
 """How much more often than by default a loss scale grows, and overflows are put in."""
 EVERY, SPURIOUS = 2000 // FASTER, 500 // FASTER
@@ -115,6 +116,8 @@ TEXT = (
     "2^13 nearest spurious",
 )  # fmt: skip
 """Arms of the language model, which is slower."""
+SOME = {"text": TEXT, "more": ("1 nearest", "1 random", "2^13 nearest")}
+"""Arms of a task that does not have all. `more` has other seeds, for a rule written after `text`."""
 
 
 class _Seen(torch.autograd.Function):
@@ -261,6 +264,10 @@ class Record(gaps.Record):
         """FP32's gradients of the last 50 steps by site: {power of two: count}."""
         return self.about["exponents"]
 
+    def more(self, arm: str, base: str) -> Estimate:
+        """The mean loss less that of another arm with the same seed (nats)."""
+        return estimate((self.loss[arm] - self.loss[base]).tolist())
+
     def above(self, arm: str, base: str) -> pd.Series:
         """Whether the loss ends above that of another arm, by seed."""
         return self.loss[arm] > self.loss[base]
@@ -294,7 +301,7 @@ def record(folder, name: str, some=None, workers=1) -> None:
     folder, start, task = Path(folder), time.monotonic(), TASKS[name]
     about = new_record(folder, name, "cpu", "eight")
     every = arms(task.steps)
-    some = some or (TEXT if name == "text" else tuple(every))
+    some = some or SOME.get(name, tuple(every))
     seeds = range(task.first_seed, task.first_seed + task.seeds)
     curves, ends, seen = [], [], Exponents(range(task.steps - 50, task.steps))
     torch.set_num_threads(workers)
