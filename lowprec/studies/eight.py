@@ -62,6 +62,8 @@ TASKS = {
     ),
 }  # fmt: skip
 TASKS["more"] = dataclasses.replace(TASKS["text"], seeds=12, first_seed=1200)
+MANY = 500
+"""Runs up to which a record keeps all that each ended with."""
 FASTER = 20
 """How much more often than by default a loss scale grows, and overflows are put in."""
 EVERY, SPURIOUS = 2000 // FASTER, 500 // FASTER
@@ -117,7 +119,7 @@ TEXT = (
 )  # fmt: skip
 """Arms of the language model, which is slower."""
 SOME = {"text": TEXT, "more": ("1 nearest", "1 random", "2^13 nearest")}
-"""Arms of a task that does not have all. `more` has other seeds, for a rule written after `text`."""
+"""Arms of a task that lacks some. `more` has other seeds, for rules written after `text`."""
 
 
 class _Seen(torch.autograd.Function):
@@ -288,6 +290,8 @@ def read(task: str, folder=None) -> Record:
     if (found := load(task, folder)) is None:
         raise UserError(f"there is no record {task} in {folder}: make it as its study says")
     about, ends, course = found
+    if (path := folder / f"{task}_ends.parquet").exists():
+        ends = pd.read_parquet(path).astype({"arm": "category"}).merge(ends, on="arm")
     guess = math.log(about["config"].get("classes", 10))
     ends = ends.assign(loss=ends.loss.fillna(guess).clip(upper=guess))
     return Record(about, ends, course.astype({"arm": "category"}))
@@ -318,14 +322,24 @@ def record(folder, name: str, some=None, workers=1) -> None:
 
 
 def save(folder, name, about, curves, ends) -> None:
-    """Write a record; its losses are medians over seeds, with 10 stored bits."""
+    """Write a record; its losses are medians over seeds, with 10 stored bits. Of more than `MANY`
+    runs the ends are a table of losses, and of the rest the means."""
     table = pd.concat(ends, ignore_index=True)
+    if len(table) > MANY:
+        _write(Path(folder) / f"{name}_ends.parquet", table[["arm", "seed", "loss", "ended"]])
+        means = table.groupby("arm", sort=False).mean(numeric_only=True).reset_index()
+        table = means.drop(columns=["seed", "loss"])
     about |= {"ends": json.loads(table.to_json(orient="split", index=False, double_precision=6))}
-    table = pd.concat(curves, ignore_index=True).astype({"seed": "int16", "step": "int16"})
+    table = pd.concat(curves, ignore_index=True)
     table = table.groupby(["arm", "step"], sort=False, as_index=False).loss.median()
-    loss = cut(torch.tensor(table.loss.to_numpy(), dtype=torch.float32), 10, "nearest")
-    write_table(folder / f"{name}.parquet", table.assign(loss=loss.numpy()))
+    _write(Path(folder) / f"{name}.parquet", table)
     write_about(folder, name, about)
+
+
+def _write(path, table):
+    loss = cut(torch.tensor(table.loss.to_numpy(), dtype=torch.float32), 10, "nearest")
+    some = {c: "int16" if c in ("seed", "step") else "category" for c in table if c != "loss"}
+    write_table(path, table.assign(loss=loss.numpy()).astype(some))
 
 
 if __name__ == "__main__":
