@@ -297,6 +297,17 @@ def read(task: str, folder=None) -> Record:
     return Record(about, ends, course.astype({"arm": "category"}))
 
 
+def last(arm) -> pd.Series:
+    """The mean loss of the last 100 steps of an arm of a campaign, by seed, of what is recorded."""
+    return pd.Series({seed: run.metrics.loss[-100:].mean() for seed, run in arm.by_seed.items()})
+
+
+def apart(arms: dict, arm: str, base: str) -> pd.Series | None:
+    """`last` less that of another arm, for seeds that both have; None without any."""
+    gap = (last(arms[arm]) - last(arms[base])).dropna()
+    return gap if len(gap) else None
+
+
 def record(folder, name: str, some=None, workers=1) -> None:
     """Train `some` arms of a task, by default all it has; write `name.json` and `name.parquet`.
 
