@@ -141,6 +141,7 @@ def test_a_record_is_what_was_trained(tmp_path, monkeypatch, capsys):
     found = eight.read("images", tmp_path)
     assert found.loss.shape == (2, 3) and not found.loss.isna().any().any()
     assert sum(map(int, found.exponents["logits"].values())) > 0
+    assert found.ending("2^13 nearest spurious", "skipped").tolist() == [4, 4]
     assert found.part("1 random", "1 random", "fp32").mean == 1
     assert list(found.above("1 random", "1 random")) == [False, False]
     with pytest.raises(UserError, match="there is no record text"):

@@ -11,9 +11,8 @@ The records are made by
 
     python -m lowprec.studies.eight data/studies/eight images     (so are text and more)
 
-in minutes of a core. They hold how each run ended (`images.json`, with where it was made and with
-the exponents of FP32's gradients) and its losses by step, medians over
-seeds (`images.parquet`).
+in minutes of a core. They hold the loss with which each run ended (`images.parquet`), and where it
+was made, means over seeds and the exponents of FP32's gradients (`images.json`).
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from lowprec.studies.mixed import Optimiser, per_seed
 from lowprec.studies.mixed_runs import (
     command,
     learning_rate,
-    load,
     losses,
     new_record,
     write_about,
@@ -63,7 +61,7 @@ TASKS = {
 }  # fmt: skip
 TASKS["more"] = dataclasses.replace(TASKS["text"], seeds=12, first_seed=1200)
 MANY = 500
-"""Runs up to which a record keeps all that each ended with."""
+"""Runs up to which a record keeps more of each than its loss."""
 FASTER = 20
 """How much more often than by default a loss scale grows, and overflows are put in."""
 EVERY, SPURIOUS = 2000 // FASTER, 500 // FASTER
@@ -259,7 +257,9 @@ class Exponents:
 @dataclass(frozen=True)
 class Record(gaps.Record):
     """One task in its arms; its `loss` is the mean of the last 50 steps, and what is worse than
-    guessing guesses."""
+    guessing guesses. Courses are not kept."""
+
+    curves: pd.DataFrame | None = None
 
     @property
     def exponents(self) -> dict[str, dict[str, int]]:
@@ -287,14 +287,11 @@ class Record(gaps.Record):
 def read(task: str, folder=None) -> Record:
     """The record of a task; raises UserError if there is none."""
     folder = Path(folder) if folder else files.data_root() / "studies" / "eight"
-    if (found := load(task, folder)) is None:
+    if (found := load(folder, task)) is None:
         raise UserError(f"there is no record {task} in {folder}: make it as its study says")
-    about, ends, course = found
-    if (path := folder / f"{task}_ends.parquet").exists():
-        ends = pd.read_parquet(path).astype({"arm": "category"}).merge(ends, on="arm")
+    about, ends = found
     guess = math.log(about["config"].get("classes", 10))
-    ends = ends.assign(loss=ends.loss.fillna(guess).clip(upper=guess))
-    return Record(about, ends, course.astype({"arm": "category"}))
+    return Record(about, ends.assign(loss=ends.loss.fillna(guess).clip(upper=guess)))
 
 
 def last(arm) -> pd.Series:
@@ -318,39 +315,48 @@ def record(folder, name: str, some=None, workers=1) -> None:
     every = arms(task.steps)
     some = some or SOME.get(name, tuple(every))
     seeds = range(task.first_seed, task.first_seed + task.seeds)
-    curves, ends, seen = [], [], Exponents(range(task.steps - 50, task.steps))
+    ends, seen = [], Exponents(range(task.steps - 50, task.steps))
     torch.set_num_threads(workers)
     for arm in some:
         watch = seen if arm == "fp32" else None
-        curve, end, _ = train(task, every[arm], seeds, watch=watch)
-        curves.append(curve.assign(arm=arm))
+        _, end, _ = train(task, every[arm], seeds, watch=watch)
         ends.append(end.assign(arm=arm))
         print(f"{name} {arm}: done", flush=True)
     about |= {"config": dataclasses.asdict(task), "seconds": round(time.monotonic() - start)}
     about |= {"arms": {arm: dataclasses.asdict(every[arm]) for arm in some}}
     counts = {site: dict(sorted(c.items())) for site, c in seen.counts.items()}
-    save(folder, name, about | {"exponents": counts}, curves, ends)
+    save(folder, name, about | {"exponents": counts}, ends)
 
 
-def save(folder, name, about, curves, ends) -> None:
-    """Write a record; its losses are medians over seeds, with 10 stored bits. Of more than `MANY`
-    runs the ends are a table of losses, and of the rest the means."""
+def save(folder, name, about, ends) -> None:
+    """Write a record: `NAME.parquet` with the loss of each run and, of up to `MANY`, its norm, with
+    16 stored bits; `NAME.json` with the means over seeds of all else."""
     table = pd.concat(ends, ignore_index=True)
-    if len(table) > MANY:
-        _write(Path(folder) / f"{name}_ends.parquet", table[["arm", "seed", "loss", "ended"]])
-        means = table.groupby("arm", sort=False).mean(numeric_only=True).reset_index()
-        table = means.drop(columns=["seed", "loss"])
-    about |= {"ends": json.loads(table.to_json(orient="split", index=False, double_precision=6))}
-    table = pd.concat(curves, ignore_index=True)
-    table = table.groupby(["arm", "step"], sort=False, as_index=False).loss.median()
-    _write(Path(folder) / f"{name}.parquet", table)
+    keys = [column for column in ("arm", "rate") if column in table]
+    kept = ["loss", "norm"] if len(table) <= MANY else ["loss"]
+    means = table.groupby(keys, sort=False).mean(numeric_only=True).reset_index()
+    means = means.drop(columns=["seed", *kept])
+    about |= {"means": json.loads(means.to_json(orient="split", index=False, double_precision=4))}
+    short = {
+        name: cut(torch.tensor(table[name].to_numpy(), dtype=torch.float32), 16, "nearest").numpy()
+        for name in kept
+    }
+    table = table[[*keys, "seed", *kept, "ended"]].assign(**short)
+    table = table.astype({"arm": "category", "seed": "int16", "ended": "category"})
+    write_table(Path(folder) / f"{name}.parquet", table)
     write_about(folder, name, about)
 
 
-def _write(path, table):
-    loss = cut(torch.tensor(table.loss.to_numpy(), dtype=torch.float32), 10, "nearest")
-    some = {c: "int16" if c in ("seed", "step") else "category" for c in table if c != "loss"}
-    write_table(path, table.assign(loss=loss.numpy()).astype(some))
+def load(folder, name) -> tuple[dict, pd.DataFrame] | None:
+    """What `save` wrote: (about, ends), with the means of an arm at each of its runs."""
+    path = Path(folder) / f"{name}.json"
+    if not path.exists():
+        return None
+    about = json.loads(path.read_text())
+    means = pd.DataFrame(**about["means"])
+    keys = [column for column in ("arm", "rate") if column in means]
+    ends = pd.read_parquet(path.with_suffix(".parquet")).astype({"arm": "object"})
+    return about, ends.merge(means, on=keys)
 
 
 if __name__ == "__main__":

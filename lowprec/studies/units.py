@@ -10,7 +10,8 @@ The record is made by
 
     python -m lowprec.studies.units data/studies/eight units
 
-in minutes of a core: how each run ended, its losses, and sizes of all tensors (`units.json`).
+in minutes of a core: the loss of each run (`units.parquet`), means over seeds and sizes of all
+tensors after training (`units.json`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from unit_scaling.scale import scale_bwd, scale_fwd
 
 from lowprec import UserError, entry
 from lowprec.records import files
-from lowprec.studies.eight import Arm, save, train
-from lowprec.studies.mixed_runs import command, load, losses, new_record
+from lowprec.studies.eight import Arm, load, save, train
+from lowprec.studies.mixed_runs import command, losses, new_record
 from lowprec.studies.small import Text
 
 
@@ -216,11 +217,10 @@ def drawn(length: int, width: int = 4096, draws: int = 256, seed: int = 0) -> pd
 
 @dataclass(frozen=True)
 class Record:
-    """`Net` in its arms: how runs ended, and sizes of tensors by kind, before and after FP32."""
+    """`Net` in its arms: how runs ended, and sizes of tensors after training in FP32."""
 
     about: dict
     ends: pd.DataFrame
-    curves: pd.DataFrame
 
     def loss(self, kind: str, recipe: str, rate: float | None = None) -> pd.Series:
         """The loss by seed, at a rate or at the best of an arm, by its mean; what is worse than
@@ -235,15 +235,16 @@ class Record:
         """The loss less that in FP32 with the same seed (nats), each at a rate or at its best."""
         return self.loss(kind, recipe, rate) - self.loss(kind, "fp32", rate)
 
-    def sizes(self, kind: str, when: str) -> pd.Series:
-        """`sizes` of the first seed, when: "start" or "end", in FP32 at the middle rate."""
-        return pd.Series(self.about["sizes"][kind][when])
+    def sizes(self, kind: str) -> pd.Series:
+        """`sizes` of the first seed after training in FP32, at the middle rate."""
+        found = self.about["sizes"]
+        return pd.Series(found[kind], index=found["names"])
 
 
 def read(folder=None) -> Record:
     """The record; raises UserError if there is none."""
     folder = Path(folder) if folder else files.data_root() / "studies" / "eight"
-    if (found := load("units", folder)) is None:
+    if (found := load(folder, "units")) is None:
         raise UserError(f"there is no record units in {folder}: make it as its study says")
     return Record(*found)
 
@@ -256,19 +257,18 @@ def record(folder, name: str = "units", some=None, workers=1) -> None:
     folder, start, task = Path(folder), time.monotonic(), TASKS[name]
     about = new_record(folder, name, "cpu", "eight")
     seeds = range(task.first_seed, task.first_seed + task.seeds)
-    curves, ends, found = [], [], {}
+    ends, found = [], {}
     torch.set_num_threads(workers)
     for kind, recipe, rate in some or ARMS:
         task = net(kind, rate)
-        curve, end, weights = train(task, Arm(RECIPES[recipe]), seeds)
-        curves.append(curve.assign(arm=f"{kind} {recipe} {rate:g}"))
+        _, end, weights = train(task, Arm(RECIPES[recipe]), seeds)
         ends.append(end.assign(arm=f"{kind} {recipe}", rate=rate))
         if recipe == "fp32" and rate == RATES[kind][1]:
-            both = {"start": before(kind, seeds[0]), "end": sizes(task, weights, seeds[0])}
-            found[kind] = {when: series.round(9).to_dict() for when, series in both.items()}
+            after = sizes(task, weights, seeds[0])
+            found |= {"names": list(after.index), kind: [float(f"{x:.4g}") for x in after]}
         print(f"{kind} {recipe} {rate}: done", flush=True)
     about |= {"config": dataclasses.asdict(TASKS[name]), "recipes": RECIPES, "sizes": found}
-    save(folder, name, about | {"seconds": round(time.monotonic() - start)}, curves, ends)
+    save(folder, name, about | {"seconds": round(time.monotonic() - start)}, ends)
 
 
 if __name__ == "__main__":
