@@ -80,6 +80,7 @@ CASES = {
     "values of another size": (dict(Dv=24), dict(is_causal=True)),
     "head size 72": (dict(D=72), dict(is_causal=True)),
     "head size 256": (dict(D=256), dict(is_causal=True)),
+    "head size 260": (dict(D=260), dict(is_causal=True)),
     "scale": ({}, dict(scale=0.3, is_causal=True)),
     "negative scale": ({}, dict(scale=-0.3)),
     "two dimensions": (dict(lead=()), dict(attn_mask=CAUSAL)),

@@ -212,6 +212,7 @@ NATIVE = [
         for policy, tile in PRESETS
         for d in (64, 128)
     ),
+    pytest.param("SAFE", None, 256, dict(probe=False), id="SAFE-256", marks=pytest.mark.slow),
     *(
         pytest.param(policy, tile, 64, how, id=f"{policy}-{tile}-{how}", marks=pytest.mark.slow)
         for policy, tile, how in [
@@ -290,7 +291,7 @@ def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
             assert row["FFMA"] == row["fma"] == fused * row["exp2"], row
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_every_entry_of_the_block_table_is_used(d, monkeypatch):
     """An entry "kernel tile" or "kernel tiled" is what that kernel takes for that tile."""
     monkeypatch.setattr(launch, "NATIVE", True)

@@ -111,7 +111,15 @@ def test_tiles(policy, tile):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "n,d,tile", [(1, 64, None), (16, 32, None), (129, 16, None), (130, 128, 64), (150, 32, 64)]
+    "n,d,tile",
+    [
+        (1, 64, None),
+        (16, 32, None),
+        (129, 16, None),
+        (130, 128, 64),
+        (150, 32, 64),
+        (20, 256, None),
+    ],
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_shapes(device, n, d, tile, causal):

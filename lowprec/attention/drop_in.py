@@ -11,6 +11,7 @@ backward adds to delta what the row of dS sums to. For Hugging Face models see
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -74,6 +75,7 @@ def sdpa(
         raise UserError(
             f"query, key, value must share a dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
         )
+    policy = policy if isinstance(policy, str) else policy.text
     draws, alike = _known(policy, query.dtype)
     if draws:
         raise UserError(
@@ -117,6 +119,11 @@ def sdpa(
 def _known(policy, dtype: torch.dtype) -> tuple[bool, bool]:
     """(whether a policy draws random bits, whether PyTorch's own function rounds what its forward
     rounds, on tensors of that dtype); a constant for torch.compile."""
+    return _read(policy, dtype)
+
+
+@functools.lru_cache
+def _read(policy: str, dtype: torch.dtype) -> tuple[bool, bool]:
     policy = PrecisionPolicy.parse(policy)
     stock = {torch.bfloat16: FA2, torch.float32: ALL_FP32}.get(dtype)
     same = {name: getattr(stock, name) for name in BACKWARD} if stock else {}
@@ -143,6 +150,8 @@ def _stock(query, key, value, mask, scores, dropout_p) -> dict | None:
         return dict(attn_mask=bias) if nothing_hidden else None
     if nothing_hidden or mask.plain and query.shape[2] == key.shape[2]:
         return dict(is_causal=mask.causal)
+    if mask.keys is None and not mask.causal:
+        return dict(attn_mask=mask.dense)
     return dict(attn_mask=mask.seen(query.shape[2], key.shape[2], query.device))
 
 

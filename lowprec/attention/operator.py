@@ -63,7 +63,8 @@ def attention(
             f"probe must be ({q.shape[1]}, {len(PROBE_COLUMNS)}), not {tuple(probe.shape)}"
         )
     policy, impl = plan(
-        policy, tile, impl, q.device.type, probe is not None, mask.plain and scores.bias is None,
+        policy if isinstance(policy, str) else policy.text, tile, impl, q.device.type,
+        probe is not None, mask.plain and scores.bias is None,
         lacking(q, v, scores, dropout),
     )  # fmt: skip
     causal, scale = mask.causal, scores.scale
@@ -102,8 +103,8 @@ def lacking(q, v, scores, dropout) -> tuple[str, ...]:
         "a scale that is not positive": not scores.scale > 0,
     }  # fmt: skip
     sizes = q.shape[3], v.shape[3]
-    named["head sizes above 128"] = max(sizes) > 128
-    named["padding"] = sizes[0] != sizes[1] or sizes[0] not in (16, 32, 64, 128)
+    named["head sizes above 256"] = max(sizes) > 256
+    named["padding"] = sizes[0] != sizes[1] or sizes[0] not in (16, 32, 64, 128, 256)
     return tuple(name for name, asked in named.items() if asked)
 
 

@@ -283,11 +283,20 @@ BLOCKS = {
     "dkdv": [(32, 64, 4, 4, None), (32, 64, 4, 4, 128), (32, 64, 4, 3, 128), (64, 64, 4, 2, None),
              (64, 64, 4, 3, None), (64, 128, 8, 2, None), (32, 128, 8, 3, None)],
 }  # fmt: skip
+WIDE = {
+    "forward": [(64, 64, 4, 2, None), (64, 64, 8, 2, None), (64, 32, 4, 3, None),
+                (128, 64, 8, 2, None), (128, 32, 8, 3, None)],
+    "dq": [(64, 32, 8, 2, None), (64, 64, 8, 2, None), (64, 32, 8, 3, None), (64, 32, 4, 2, None)],
+    "dkdv": [(32, 64, 8, 2, None), (16, 64, 8, 3, None), (32, 64, 8, 1, None),
+             (64, 64, 8, 2, None), (16, 64, 4, 2, None)],
+}  # fmt: skip
+"""For heads of 256."""
 RELEASED = Case(policy="RELEASED", tile=512)
 PUBLISHED = Case(impl="released", policy="RELEASED", tile=512)
 SWEPT = [(kernel, case) for kernel in BLOCKS
          for case in (Case(), Case(policy="LOW"), Case(heads=6, head_dim=128))]  # fmt: skip
 SWEPT += [(f"{kernel} tiled", RELEASED) for kernel in BLOCKS]
+SWEPT += [(kernel, Case(policy="SAFE", heads=3, head_dim=256)) for kernel in WIDE]
 
 
 @contextlib.contextmanager
@@ -350,7 +359,9 @@ def record(tests: Path | None = None, sweep: bool = True, released: Path | None 
     plan = [(None, case, None) for case in cases()]
     if sweep:
         plan += [
-            (kernel, case, block) for kernel, case in SWEPT for block in BLOCKS[kernel.split()[0]]
+            (kernel, case, block)
+            for kernel, case in SWEPT
+            for block in (BLOCKS if case.head_dim <= 128 else WIDE)[kernel.split()[0]]
         ]
     processes = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:

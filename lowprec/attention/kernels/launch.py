@@ -21,7 +21,7 @@ from lowprec.attention.kernels.rounding import Constants, redrawn_code, site_cod
 from lowprec.attention.masks import Mask
 from lowprec.numerics.policy import DITHER, SITES, PrecisionPolicy
 
-HEAD_DIMS = (16, 32, 64, 128)
+HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LONGEST = 2**30
 """A tile that holds any row."""
@@ -47,6 +47,10 @@ HARDWARE = {
         128: {
             "forward": (64, 64, 4, 3, None), "forward tiled": (64, 64, 4, 2, None),
             "dq": (64, 64, 4, 2, None), "dkdv": (32, 64, 4, 4, None),
+        },
+        256: {
+            "forward": (64, 64, 4, 2, None), "dq": (64, 32, 8, 2, None),
+            "dkdv": (32, 64, 8, 2, None),
         },
     },
 }  # fmt: skip
@@ -119,6 +123,8 @@ def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
         bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
         if dtype != torch.bfloat16:  # operands in several pieces need more of everything
             stages, registers = 1, None
+        if dtype == torch.float32 and d > 128:  # or shared memory does not hold three pieces
+            bm, bn = min(bm, 32), min(bn, 32)
         # Each product and each sum rounds on its own, as in the emulation.
         options = dict(num_warps=warps, num_stages=stages, enable_fp_fusion=False)
         if registers:
