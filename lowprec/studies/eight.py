@@ -323,7 +323,7 @@ def record(folder, name: str, some=None, workers=1) -> None:
         ends.append(end.assign(arm=arm))
         print(f"{name} {arm}: done", flush=True)
     about |= {"config": dataclasses.asdict(task), "seconds": round(time.monotonic() - start)}
-    about |= {"arms": {arm: dataclasses.asdict(every[arm]) for arm in some}}
+    about |= {"recipes": RECIPES, "rules": rules(task.steps), "spurious": SPURIOUS}
     counts = {site: dict(sorted(c.items())) for site, c in seen.counts.items()}
     save(folder, name, about | {"exponents": counts}, ends)
 
