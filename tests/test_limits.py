@@ -47,6 +47,7 @@ CONVERTED = [
     "moments_that_cannot_forget",
     "bits_or_bias",
     "eight_bits_without_a_scale",
+    "which_small_parts",
     "two_attentions",
     "in_the_training_loop",
     "laboratory/what_ran",

@@ -16,6 +16,7 @@ from lowprec import UserError
 from lowprec.records import files, runs
 from lowprec.records.tables import load_archive, require_whole
 from lowprec.training.capture import Capture
+from lowprec.training.data.text import VOCABULARIES
 from lowprec.training.model import GPT
 
 WRAPPERS = {r"(?<![^.])_orig_mod\.": "", r"^module\.": ""}
@@ -28,10 +29,15 @@ GPT2_SIZES = 50257, 50304
 """Of GPT-2's vocabulary, as it is and padded to a multiple of 64."""
 FEWEST = 64
 """Tokens of a probe at least: a few rows for each of its blocks."""
+NOISE = "for want of its tokenizer, so noise to a model that was trained with another"
 
 
 def load(path: Path, seed: int):
     """A Capture, a GPT or a transformers model, by the kind of path; and its weights in words."""
+    if path.suffix == ".gguf" and path.is_file():
+        from lowprec.diagnose import pretrained
+
+        return pretrained.load(path)
     if path.is_file() and path.suffix != ".json" and (path.parent / "config.json").is_file():
         raise UserError(f"{path} is a part of a transformers model; give its folder {path.parent}")
     if path.suffix in (".xz", ".safetensors"):
@@ -47,7 +53,9 @@ def load(path: Path, seed: int):
         names = sorted((p.name for p in saved), key=lambda name: (len(name), name))
         raise UserError(f"{path} has no weights of its own; give one of {', '.join(names)} in it")
     kept = sorted(p.name for kind in ("*.pt", "*.xz") for p in path.glob(kind))
-    if kept and not (path / "config.json").is_file():
+    kept = [] if (path / "config.json").is_file() else kept
+    kept += sorted(p.name for p in path.glob("*.gguf") if not weights)
+    if kept:
         raise UserError(f"{path} is a folder; give one file of it: {', '.join(kept)}")
     if path.is_dir() and not weights:
         if not (path / "config.json").is_file():
@@ -81,12 +89,12 @@ def _checkpoint(path: Path) -> GPT:
         raise UserError(
             f"{path} holds no checkpoint or weights of a run ({type(error).__name__})"
         ) from None
-    _require_fit(path, found.missing_keys, found.unexpected_keys)
+    require_fit(path, found.missing_keys, found.unexpected_keys)
     return model
 
 
 def _transformers(path: Path, seed: int):
-    with _transformers_reading(path) as hub:
+    with transformers_reading(path) as hub:
         if path.suffix != ".json":
             return _pretrained(hub, path)
         torch.manual_seed(seed)
@@ -117,12 +125,12 @@ def _pretrained(hub, path: Path):
     parts = {name for m in (model, model.base_model) for name, _ in m.named_children()}
     inside = [key for key in left if key.split(".")[0] in parts]
     missing, other = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
-    _require_fit(path, missing, left if missing else inside, other)
+    require_fit(path, missing, left if missing else inside, other)
     beside = f" without {_some(left)}, for which it has no place" if left else ""
     return model, f"the weights of {path}{beside}"
 
 
-def _require_fit(path: Path, missing, left, other=()) -> None:
+def require_fit(path: Path, missing, left, other=()) -> None:
     """Raise `UserError` naming weights that a model lacks, has no place for, or has with another
     shape, as (name, shape, the model's)."""
     faults = [f"lack {_some(missing)}"] if missing else []
@@ -140,15 +148,17 @@ def _some(keys: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def _transformers_reading(path: Path):
-    """The library; what a damaged file makes it raise, of many types, is one sentence, and the
-    table of weights that it would print before is left out."""
+def transformers_reading(path: Path):
+    """The library; what a damaged file makes it raise, of many types, is one sentence, and the bar
+    and the table of weights that it would print before are left out."""
     try:
         import transformers
     except ImportError:
         raise UserError("a model needs transformers: pip install -e '.[transformers]'") from None
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    said = transformers.logging
+    before, bar = said.get_verbosity(), said.is_progress_bar_enabled()
+    said.set_verbosity_error()
+    said.disable_progress_bar()
     try:
         yield transformers
     except UserError:
@@ -157,7 +167,9 @@ def _transformers_reading(path: Path):
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 250)
         raise UserError(f"transformers cannot read {path} ({words})") from None
     finally:
-        transformers.logging.set_verbosity(before)
+        said.set_verbosity(before)
+        if bar:
+            said.enable_progress_bar()
 
 
 def tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Tensor, str]:
@@ -200,13 +212,21 @@ def _beginning(path: Path, count: int, folder, vocab_size: int) -> tuple[list[in
 
 
 def _encoded(text: str, folder, vocab_size: int) -> tuple[list[int], str]:
-    """By the model's tokenizer, else GPT-2's, or as bytes if the vocabulary is smaller."""
+    """By the model's tokenizer, else GPT-2's, or as bytes if the vocabulary is smaller. folder: of
+    the model, or its GGUF file."""
+    if folder is not None and folder.suffix == ".gguf":
+        from lowprec.diagnose import pretrained
+
+        return pretrained.tokenizer(folder)(text)["input_ids"], "by the model's own tokenizer"
     if folder is not None and any(folder.glob("tokenizer*")):
-        with _transformers_reading(folder) as hub:
+        with transformers_reading(folder) as hub:
             tokenizer = hub.AutoTokenizer.from_pretrained(folder, local_files_only=True)
             return tokenizer(text)["input_ids"], "by the tokenizer beside the model"
     if vocab_size >= 50257:
         from lowprec.training.data.text import gpt2_encoding
 
-        return gpt2_encoding().encode_ordinary(text), "by GPT-2's tokenizer"
-    return list(text.encode()), "as bytes"
+        how = "by GPT-2's tokenizer"
+        how += f" {NOISE}" if vocab_size not in GPT2_SIZES else ""
+        return gpt2_encoding().encode_ordinary(text), how
+    how = "as bytes" if vocab_size == VOCABULARIES["bytes"] else f"as bytes {NOISE}"
+    return list(text.encode()), how
