@@ -47,6 +47,7 @@ CONVERTED = [
     "moments_that_cannot_forget",
     "bits_or_bias",
     "where_rotary_positions_break",
+    "eight_bits_without_a_scale",
     "which_small_parts",
     "one_loud_channel",
     "two_attentions",
