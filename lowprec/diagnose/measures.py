@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pandas as pd
+import scipy
 import torch
-from scipy import stats
 
 from lowprec import UserError
 from lowprec.attention.inputs import outside_autocast
@@ -72,11 +72,11 @@ COLUMNS = {
     f"an alarm needs {COMMON:g} and more, in size",
     "tv": "how far rounding q and k moves P, in total variation; "
     f"from {BROKEN:g} on the head computes something else",
+    "logit": "largest score, scale q k^T, of a query and a key that it sees",
     "alarm": "whether both limits are reached",
 }
 """The columns of `probe`, in words."""
 ALSO = {
-    "logit": "largest score, scale q k^T, of a query and a key that it sees",
     "entropy": "of the weights P of a row, in nats, averaged over the rows from the second on",
     "gradient": "norm of the exact gradient of W_Q, of the mean loss",
     "error_all": "norm of its whole error, of all roundings",
@@ -88,7 +88,8 @@ ALSO = {
 class Call:
     """One causal call of attention, and how an error of dQ reaches W_Q.
 
-    q, do (B, H, T, D), k, v as q or with fewer heads, as attention reads them; full_q, full_k
+    q, do (B, H, T, D), k, v as q or with fewer heads, as attention reads them, v and do also with
+    another size of a head; full_q, full_k
     before they were rounded; norms, from a dQ (B, H, T, D) to the norms of the W_Q gradients that
     it makes, (H,) of all sequences together and (B, H) of each. seen: what `rows` gives, where it
     is there already.
@@ -124,7 +125,7 @@ def measure(call: Call) -> dict[str, torch.Tensor]:
     by_row = eps.transpose(1, 2).flatten(0, 1).cpu()
     mean, error, _ = drift.batch_means(by_row.numpy(), BLOCKS)
     size = by_row.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
-    half = stats.t.ppf(0.975, BLOCKS - 1) * error
+    half = scipy.stats.t.ppf(0.975, BLOCKS - 1) * error
     gradient, _ = call.norms(seen["dq"])
     moved, each = call.norms(seen["moved"])
     whole, _ = call.norms(seen["dq_error"])
@@ -158,8 +159,8 @@ def blocks(q, k):
 
 @outside_autocast
 def forward(q, k, v, policy, scale, tile=None) -> torch.Tensor:
-    """O of the emulation, (B, H, T, D) float32; q, k, v as attention reads them."""
-    o = torch.empty(q.shape, device=q.device)
+    """O of the emulation, (B, H, T, size of v) float32; q, k, v as attention reads them."""
+    o = torch.empty(*q.shape[:3], v.shape[3], device=q.device)
     for b, of_q, of_k in blocks(q, k):
         part = emulate(q[b, of_q], k[b, of_k], v[b, of_k], policy, tile, scale=scale)
         o[b, of_q] = part.o
