@@ -39,6 +39,7 @@ from lowprec.numerics.formats import round_to
 from lowprec.numerics.recipe import Adam
 from lowprec.records.files import repo_root
 from lowprec.studies import dated
+from lowprec.studies.bits import cut
 from lowprec.studies.mixed_runs import learning_rate, losses
 from lowprec.studies.small import Text
 
@@ -342,12 +343,20 @@ def measure() -> dict[str, pd.DataFrame]:
     small, few = _of_small()
     encoder, clean = _of_encoder()
     language, lattice = _of_language()
-    distances = pd.DataFrame(language + small)
-    numbers = distances.select_dtypes("float64").columns
     return dict(
-        distances=distances.astype(dict.fromkeys(numbers, "float32")),
-        encoder=encoder.astype(dict(off="float32")),
-        blocks=pd.concat([lattice, clean, few], ignore_index=True),
+        distances=_short(pd.DataFrame(language + small)), encoder=_short(encoder),
+        blocks=_short(pd.concat([lattice, clean, few], ignore_index=True)),
+    )  # fmt: skip
+
+
+def _short(table):
+    """Its numbers with four digits but for temperatures, which makes a small file."""
+    numbers = table.select_dtypes("float64").columns.drop("temperature", errors="ignore")
+    return table.assign(
+        **{
+            n: cut(torch.tensor(table[n].to_numpy()).float(), 13, "nearest").numpy()
+            for n in numbers
+        }
     )
 
 
