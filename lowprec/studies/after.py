@@ -37,11 +37,12 @@ import torch.nn.functional as F
 from lowprec import UserError, entry
 from lowprec.numerics.formats import round_to
 from lowprec.numerics.recipe import Adam
-from lowprec.records.files import repo_root
+from lowprec.records.files import data_root, repo_root
 from lowprec.studies import dated
 from lowprec.studies.bits import cut
 from lowprec.studies.mixed_runs import learning_rate, losses
 from lowprec.studies.small import Text
+from lowprec.training.capture import Capture
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -363,17 +364,34 @@ def _short(table):
 # What a page reads in them
 
 
-def by_arm(distances, model: str, column: str = "kl") -> pd.DataFrame:
-    """A number of a model's arms: a row a unit and temperature, a column an arm."""
+def by_arm(distances, model: str, temperature: float | None = None) -> pd.DataFrame:
+    """Divergences of a model: a row "unit, temperature" and a column an arm; of one temperature
+    only, a row a unit."""
     some = distances[distances.model == model]
-    return some.pivot(index=["unit", "temperature"], columns="arm", values=column)
+    if temperature is not None:
+        return some[some.temperature == temperature].pivot(index="unit", columns="arm", values="kl")
+    names = some.unit + ", " + some.temperature.map("{:g}".format)
+    return some.assign(name=names).pivot(index="name", columns="arm", values="kl")
 
 
 def by_temperature(distances, model: str, column: str = "kl", arms=FOUR) -> pd.DataFrame:
-    """The same, a row "unit, arm" and a column a temperature."""
+    """A number of a model's arms: a row "unit, arm" and a column a temperature."""
     some = distances[(distances.model == model) & distances.arm.isin(arms)]
     wide = some.pivot(index=["unit", "arm"], columns="temperature", values=column)
     return wide.set_axis([", ".join(pair) for pair in wide.index])
+
+
+def captured() -> dict[str, torch.Tensor]:
+    """Gradients of attention's output, float32, of the captures of the small model."""
+    paths = sorted((data_root() / "captures").glob("*.xz"))
+    return {path.stem: Capture.load(path).tensors["do"].float().flatten() for path in paths}
+
+
+def octaves(fmt: str, low: int, high: int, count: int = 256) -> pd.Series:
+    """`kept` of numbers spread evenly over the octave from 2^n, by n."""
+    part = 1 + torch.arange(count, dtype=torch.float64) / count
+    found = {n: kept((part * 2.0**n).float(), fmt) for n in range(low, high)}
+    return pd.Series(found, dtype=float).rename_axis("octave").replace(0, np.nan)
 
 
 main = functools.partial(dated.command, "after", __doc__, measure)
