@@ -4,12 +4,13 @@ import itertools
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy.special import ndtri
 
 from lowprec.numerics.scaling import scaled
-from lowprec.studies import after
+from lowprec.studies import after, dated
 
 
 @pytest.fixture
@@ -135,3 +136,15 @@ def test_blocks_are_grouped_by_kurtosis(weights):
     assert table.peaked.is_monotonic_increasing and len(table) == 10
     spread = torch.tensor([[1.0] * 64, [8.0] + [0.0] * 63])
     assert after.kurtosis(spread).tolist() == [1, 64]
+
+
+@pytest.mark.slow
+def test_the_recorded_distances_of_small_models_come_out_again(monkeypatch):
+    monkeypatch.setattr(after, "ARMS", ("fp4",))
+    rows, groups = after._of_small()
+    found = dated.recorded("after")
+    now = after.by_arm(pd.DataFrame(rows), "small", 1.0).fp4
+    then = after.by_arm(found["distances"], "small", 1.0).fp4
+    np.testing.assert_allclose(now, then, rtol=0.02)
+    held = found["blocks"].query("model == 'small'")
+    np.testing.assert_allclose(groups.nf4, held.nf4, atol=0.02)
