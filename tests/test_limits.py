@@ -47,6 +47,8 @@ CONVERTED = [
     "moments_that_cannot_forget",
     "bits_or_bias",
     "one_loud_channel",
+    "where_rotary_positions_break",
+    "which_small_parts",
     "two_attentions",
     "in_the_training_loop",
     "laboratory/what_ran",

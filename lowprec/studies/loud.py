@@ -245,7 +245,7 @@ class Language(Text):
                 weights[f"{name}{i}"] = drawn if name == "down" else drawn.mT.contiguous()
         return weights
 
-    def mlp(self, w, i, x, dot):
+    def mlp(self, x, w, i, dot):
         a = dot.stored(i, dot(x, w[f"gate{i}"]), dot(x, w[f"up{i}"]))
         return dot(a, w[f"down{i}"])
 
