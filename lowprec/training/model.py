@@ -230,9 +230,15 @@ class Block(nn.Module):
             self.gate = nn.Linear(width, width, bias=False)
         self.register_buffer("rotation", config.rotation(layer), persistent=False)
 
+    @staticmethod
+    def times(layer, x):
+        """The product of a linear layer, but the gate's; `lowprec.training.eight` puts another."""
+        return layer(x)
+
     def forward(self, x, probe=None, seed: int = 0):
         x = x + self.attend(self.norm_attn(x), probe, seed)
-        return x + self.down(self.activated(self.up(self.norm_mlp(x))))
+        up = self.times(self.up, self.norm_mlp(x))
+        return x + self.times(self.down, self.activated(up))
 
     def activated(self, x):
         if self.config.mlp == "gelu":
@@ -246,7 +252,7 @@ class Block(nn.Module):
         o = self.attention(q, k, v, probe, seed).transpose(1, 2).reshape(x.shape)
         if c.gate:
             o = o * torch.sigmoid(self.gate(x))
-        return self.proj(o)
+        return self.times(self.proj, o)
 
     def heads(self, x):
         """q (B, n_head, T, D), k, v (B, heads of keys, T, D) of the normalised input, as attention
@@ -255,7 +261,7 @@ class Block(nn.Module):
         width = c.kv_heads * c.head_dim
         q, k, v = (
             t.unflatten(2, (-1, c.head_dim)).transpose(1, 2)
-            for t in self.qkv(x).split([c.n_embd, width, width], dim=2)
+            for t in self.times(self.qkv, x).split([c.n_embd, width, width], dim=2)
         )
         if c.qk_norm:
             q, k = self.norm_q(q), self.norm_k(k)
@@ -295,6 +301,9 @@ def take_heads(x, heads, n_head: int):
 class GPT(nn.Module):
     """The language model; `forward` returns the mean cross-entropy in nats."""
 
+    times = staticmethod(F.linear)
+    """What makes the logits, of the last norm's output and the embedding."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -325,7 +334,7 @@ class GPT(nn.Module):
         x = self.placed(x)
         for i, block in enumerate(self.blocks):
             x = block(x, None if probe is None else probe[i], seed * len(self.blocks) + i)
-        logits = F.linear(self.norm(x), self.token.weight).float()
+        logits = self.times(self.norm(x), self.token.weight).float()
         if self.config.logit_softcap:
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
