@@ -14,7 +14,6 @@ import dataclasses
 import functools
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lowprec import UserError
 from lowprec.attention import attention
@@ -161,7 +160,7 @@ def _autocast(query, *others):
         return query, *others
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        t.to(dtype) if type(t) is not CausalBias and getattr(t, "dtype", None) in DTYPES else t
+        t.to(dtype) if getattr(t, "dtype", None) in DTYPES and not _is_causal_bias(t) else t
         for t in (query, *others)
     )
 
@@ -201,6 +200,16 @@ def _four(t):
     return t.flatten(0, -4) if t.dim() > 4 else t[(None,) * (4 - t.dim())]
 
 
+def _is_causal_bias(given) -> bool:
+    """Whether it is a bias of torch.nn.attention.bias. No plain tensor is one, and to import that
+    module loads torch's compiler, which takes as long as the rest of torch."""
+    if type(given) is torch.Tensor:
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(given, CausalBias)
+
+
 def _mask(given, is_causal, query, key, lead):
     """(Mask, bias or None) of attn_mask and is_causal, for query and key of four dimensions.
 
@@ -211,11 +220,11 @@ def _mask(given, is_causal, query, key, lead):
         return Mask(causal=is_causal), None
     if isinstance(given, Mask):
         return given, None
-    if isinstance(given, CausalBias):
+    if _is_causal_bias(given):
         size = (given.seq_len_q, given.seq_len_kv)
         if size != (n_q, n_k):
             raise UserError(f"attn_mask is a causal bias of {size}, for scores of {(n_q, n_k)}")
-        right = given.variant == CausalVariant.LOWER_RIGHT
+        right = given.variant.name == "LOWER_RIGHT"
         return Mask(causal=True, offset=n_k - n_q if right else 0), None
     if not isinstance(given, torch.Tensor):
         raise UserError(

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pandas as pd
+import scipy
 import torch
-from scipy import stats
 
 from lowprec import UserError
 from lowprec.attention.inputs import for_queries
@@ -176,7 +176,7 @@ class Exact:
                 input=self.inputs.name, of=of, who=who, error=size, plain=self.plain[of],
                 times=_over(size, self.plain[of]),
                 worst=_over(self._worst(of, error), self.plain_worst[of]),
-                signed=float(mean), half=float(stats.t.ppf(0.975, max(n - 1, 1)) * se),
+                signed=float(mean), half=float(scipy.stats.t.ppf(0.975, max(n - 1, 1)) * se),
                 p=float(p), n=n, ulps=_over(size, self.ulp[of]),
             ))  # fmt: skip
         return rows

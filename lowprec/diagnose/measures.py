@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pandas as pd
+import scipy
 import torch
-from scipy import stats
 
 from lowprec import UserError
 from lowprec.attention.inputs import outside_autocast
@@ -125,7 +125,7 @@ def measure(call: Call) -> dict[str, torch.Tensor]:
     by_row = eps.transpose(1, 2).flatten(0, 1).cpu()
     mean, error, _ = drift.batch_means(by_row.numpy(), BLOCKS)
     size = by_row.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
-    half = stats.t.ppf(0.975, BLOCKS - 1) * error
+    half = scipy.stats.t.ppf(0.975, BLOCKS - 1) * error
     gradient, _ = call.norms(seen["dq"])
     moved, each = call.norms(seen["moved"])
     whole, _ = call.norms(seen["dq_error"])

@@ -74,6 +74,8 @@ class TrainConfig:
     """share of a head's channels that rotary positions turn"""
     rotary_base: float = 10000.0
     """of the angles of rotary positions"""
+    rotary: str = "FP32"
+    """where rotary positions round, e.g. CODE or FP32+cs=bf16, see `lowprec.numerics.rotation`"""
     unrotated_layers: tuple[int, ...] = ()
     """layers without positions among rotary ones"""
     norm: str = "layer"
