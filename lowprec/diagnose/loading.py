@@ -36,6 +36,10 @@ def load(path: Path, seed: int):
         raise UserError(f"{path} is a part of a transformers model; give its folder {path.parent}")
     if path.suffix in (".xz", ".safetensors"):
         return Capture.load(path), "its own"
+    if path.suffix == ".gguf":
+        from lowprec.diagnose import pretrained
+
+        return pretrained.load(path)
     if runs.is_run(path):
         raise UserError(
             f"{path} is a run; give its checkpoint.pt if it is unfinished, a file of its .weights/ "
@@ -81,12 +85,12 @@ def _checkpoint(path: Path) -> GPT:
         raise UserError(
             f"{path} holds no checkpoint or weights of a run ({type(error).__name__})"
         ) from None
-    _require_fit(path, found.missing_keys, found.unexpected_keys)
+    require_fit(path, found.missing_keys, found.unexpected_keys)
     return model
 
 
 def _transformers(path: Path, seed: int):
-    with _transformers_reading(path) as hub:
+    with transformers_reading(path) as hub:
         if path.suffix != ".json":
             return _pretrained(hub, path)
         torch.manual_seed(seed)
@@ -117,12 +121,12 @@ def _pretrained(hub, path: Path):
     parts = {name for m in (model, model.base_model) for name, _ in m.named_children()}
     inside = [key for key in left if key.split(".")[0] in parts]
     missing, other = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
-    _require_fit(path, missing, left if missing else inside, other)
+    require_fit(path, missing, left if missing else inside, other)
     beside = f" without {_some(left)}, for which it has no place" if left else ""
     return model, f"the weights of {path}{beside}"
 
 
-def _require_fit(path: Path, missing, left, other=()) -> None:
+def require_fit(path: Path, missing, left, other=()) -> None:
     """Raise `UserError` naming weights that a model lacks, has no place for, or has with another
     shape, as (name, shape, the model's)."""
     faults = [f"lack {_some(missing)}"] if missing else []
@@ -140,15 +144,17 @@ def _some(keys: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def _transformers_reading(path: Path):
-    """The library; what a damaged file makes it raise, of many types, is one sentence, and the
-    table of weights that it would print before is left out."""
+def transformers_reading(path: Path):
+    """The library; what a damaged file makes it raise, of many types, is one sentence, and the bar
+    and the table of weights that it would print before are left out."""
     try:
         import transformers
     except ImportError:
         raise UserError("a model needs transformers: pip install -e '.[transformers]'") from None
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    said = transformers.logging
+    before, bar = said.get_verbosity(), said.is_progress_bar_enabled()
+    said.set_verbosity_error()
+    said.disable_progress_bar()
     try:
         yield transformers
     except UserError:
@@ -157,7 +163,9 @@ def _transformers_reading(path: Path):
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 250)
         raise UserError(f"transformers cannot read {path} ({words})") from None
     finally:
-        transformers.logging.set_verbosity(before)
+        said.set_verbosity(before)
+        if bar:
+            said.enable_progress_bar()
 
 
 def tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Tensor, str]:
@@ -200,9 +208,14 @@ def _beginning(path: Path, count: int, folder, vocab_size: int) -> tuple[list[in
 
 
 def _encoded(text: str, folder, vocab_size: int) -> tuple[list[int], str]:
-    """By the model's tokenizer, else GPT-2's, or as bytes if the vocabulary is smaller."""
+    """By the model's tokenizer, else GPT-2's, or as bytes if the vocabulary is smaller. folder: of
+    the model, or its GGUF file."""
+    if folder is not None and folder.suffix == ".gguf":
+        from lowprec.diagnose import pretrained
+
+        return pretrained.tokenizer(folder)(text)["input_ids"], "by the model's own tokenizer"
     if folder is not None and any(folder.glob("tokenizer*")):
-        with _transformers_reading(folder) as hub:
+        with transformers_reading(folder) as hub:
             tokenizer = hub.AutoTokenizer.from_pretrained(folder, local_files_only=True)
             return tokenizer(text)["input_ids"], "by the tokenizer beside the model"
     if vocab_size >= 50257:

@@ -29,6 +29,7 @@ that fails by P alone gives none.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ from scipy import stats
 from lowprec import UserError
 from lowprec.attention.inputs import outside_autocast
 from lowprec.attention.reference import emulate
-from lowprec.diagnose import drift, scores
+from lowprec.diagnose import drift
 from lowprec.diagnose.directions import common_parts
 from lowprec.numerics.formats import BF16, ulp
 from lowprec.numerics.policy import PrecisionPolicy
@@ -48,6 +49,8 @@ from lowprec.numerics.policy import PrecisionPolicy
 SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
 BLOCKS = 16
 """Blocks of consecutive rows behind the interval of delta's bias."""
+ROWS = 128
+"""Rows that attention in float64 takes at a time."""
 COLUMNS = {
     "layer": "counted from 0, as heads are",
     "head": "of queries",
@@ -200,30 +203,47 @@ def _block(q, k, v, do, full_q, full_k, policy, scale, tile):
     t = emulate(q, k, v, policy, tile, do, scale=scale)
     q, do, full_q = q.double(), do.double(), full_q.double()
     k, v, full_k = (_for_queries(x.double(), q) for x in (k, v, full_k))
-    exact = _exact(q, k, v, do, scale)
+    exact = _exact(q, k, v, do, full_q, full_k, scale)
     eps = t.delta_o.double() - t.delta_ref.double()
     counts = torch.arange(1, k.shape[2] + 1, dtype=torch.float64, device=k.device)
     common = scale * (full_q * (full_k.cumsum(2) / counts[:, None])).sum(-1)
-    tv = scores.probabilities(full_q, full_k, scale).sub_(exact.p).abs_().sum(-1) / 2
     entropy = exact.lse - scale * (q * exact.mean_key).sum(-1)  # log l + m - sum of p s
     return t.dq, t.dk, t.dv, dict(
         eps=eps, dq=exact.dq, moved=-scale * eps[..., None] * exact.mean_key,
         dq_error=t.dq.double() - exact.dq, tied=(t.ties > 1).double().mean(2),
         o_error=(t.o.double() - exact.o).sum((2, 3)), o_ulp=ulp(exact.o, BF16).sum((2, 3)),
-        common=common[..., 1:].mean(2), tv=tv[..., 1:].mean(2),
+        common=common[..., 1:].mean(2), tv=exact.tv[..., 1:].mean(2),
         key_share=common_parts(full_k).expand(-1, q.shape[1]), logit=exact.m.amax(2),
         entropy=entropy[..., 1:].clamp(min=0).mean(2),
     )  # fmt: skip
 
 
-def _exact(q, k, v, do, scale) -> SimpleNamespace:
-    """Of the oracle what is needed here, without the rest, which would double the time; float64."""
-    s = scores.causal_scores(q, k, scale)
-    m, p = s.amax(-1), s.softmax(-1)
-    lse = m - p.amax(-1).log()  # the largest p is 1 / l
-    o = p @ v
-    ds = (do @ v.mT).sub_((do * o).sum(-1, keepdim=True)).mul_(p)
-    return SimpleNamespace(p=p, m=m, lse=lse, o=o, dq=scale * (ds @ k), mean_key=p @ k)
+def _exact(q, k, v, do, full_q, full_k, scale) -> SimpleNamespace:
+    """Of the oracle what is needed here, a row each, and tv; float64.
+
+    Rows are taken a few at a time with the keys that they see, for memory and half the time.
+    """
+    found = defaultdict(list)
+    for start in range(0, q.shape[2], ROWS):
+        part, seen = (..., slice(start, start + ROWS), slice(None)), slice(start + ROWS)
+        keys, values, full_keys = (x[:, :, seen] for x in (k, v, full_k))
+        s = _scores(q[part], keys, scale, start)
+        m, p = s.amax(-1), s.softmax(-1)
+        o, mean_key = (p @ torch.cat([values, keys], -1)).split([v.shape[-1], k.shape[-1]], -1)
+        lse = m - p.amax(-1).log()  # the largest p is 1 / l
+        tv = _scores(full_q[part], full_keys, scale, start).softmax(-1).sub_(p).abs_().sum(-1) / 2
+        delta = (do[part] * o).sum(-1, keepdim=True)
+        dq = scale * ((do[part] @ values.mT).sub_(delta).mul_(p) @ keys)
+        for name, x in dict(m=m, lse=lse, o=o, dq=dq, mean_key=mean_key, tv=tv).items():
+            found[name].append(x)
+    return SimpleNamespace(**{name: torch.cat(xs, 2) for name, xs in found.items()})
+
+
+def _scores(q, k, scale, start):
+    """-inf where masked, of the rows from `start` on."""
+    s = (q @ k.mT).mul_(scale)
+    masked = torch.ones(s.shape[2:], dtype=torch.bool, device=s.device).triu_(start + 1)
+    return s.masked_fill_(masked, -torch.inf)
 
 
 def _for_queries(x, q):

@@ -56,9 +56,11 @@ def probe(
             and path.suffix not in (".xz", ".safetensors")
         ):
             raise UserError(
-                f"there is no {model}; give a folder, config.json, checkpoint.pt or capture"
+                f"there is no {model}; give a folder, config.json, .gguf, checkpoint.pt or capture"
             )
-        (model, weights), folder = loading.load(path, seed), path if path.is_dir() else path.parent
+        (model, weights), folder = loading.load(path, seed), path
+        if path.suffix != ".gguf" and not path.is_dir():
+            folder = path.parent
         if not isinstance(model, Capture):
             model = _placed(model, device)
     if isinstance(model, Capture):
