@@ -63,8 +63,9 @@ class Arm:
 
     slope: what the gradient of a weight is multiplied with: "one" passes it straight through, "dge"
     is `slopes`, "mean" their mean over the matrix, "shuffled" the same slopes at random places of
-    it, drawn at each step. clamp: of the inputs. last: the share of the steps, at the end, that are
-    FP32. attention: another recipe for qkv and proj of a language model.
+    it, drawn at each step, "level" `slopes` over their mean. clamp: of the inputs.
+    last: the share of the steps, at the end, that are FP32. attention: another recipe for qkv and
+    proj of a language model.
     """
 
     recipe: str = "FP32"
@@ -88,6 +89,7 @@ ARMS = {
     "dge": Arm(W4A8, "dge"),
     "mean": Arm(W4A8, "mean"),
     "shuffled": Arm(W4A8, "shuffled"),
+    "level": Arm(W4A8, "level"),
     "w8a4": Arm(_recipe(w=f"{FP8}@channel")),
     "w8a4-tensor": Arm(_recipe("e2m1@tensor", f"{FP8}@channel")),
     "w4a4": Arm(W4A4),
@@ -117,7 +119,7 @@ ARMS = {
 for E1M2, its default. "feed" has 4 bits in the feed-forward part alone, "attend" in qkv and proj
 alone."""
 ONLY = {
-    "sgd": ("fp32", "w4a8", "dge", "mean", "shuffled"),
+    "sgd": ("fp32", "w4a8", "dge", "mean", "shuffled", "level"),
     "images": tuple(arm for arm in ARMS if arm not in ("clamp", "feed", "attend")),
     "text": tuple(arm for arm in ARMS if arm not in ("w8a4", "w8a4-tensor")),
 }
@@ -159,8 +161,9 @@ def _estimated(w, arm: Arm, cast: Cast, generator):
     if arm.slope == "one":
         return 1.0
     found = weight_slopes(w.detach(), cast)
-    if arm.slope == "mean":
-        return found.mean((-2, -1), keepdim=True)
+    mean = found.mean((-2, -1), keepdim=True)
+    if arm.slope in ("mean", "level"):
+        return mean if arm.slope == "mean" else found / mean
     if arm.slope == "shuffled":
         flat = found.flatten(-2)
         order = torch.rand(flat.shape, generator=generator).argsort(-1)
