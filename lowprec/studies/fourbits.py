@@ -325,6 +325,12 @@ def _arm(name: str, arm: str):
     return ends.assign(arm=arm)
 
 
+def _changes(arm: Arm) -> dict:
+    """The fields of an arm that are not those of `Arm()`."""
+    pairs = zip(dataclasses.asdict(arm).items(), dataclasses.asdict(Arm()).values(), strict=True)
+    return {name: value for (name, value), plain in pairs if value != plain}
+
+
 def record(folder, name: str, arms=None, workers=1) -> None:
     """Train `arms` of a task, by default all; write `name.json` and its table into `folder`."""
     folder, start, arms = Path(folder), time.monotonic(), arms or ONLY[name]
@@ -332,7 +338,7 @@ def record(folder, name: str, arms=None, workers=1) -> None:
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         ends = list(pool.map(_arm, [name] * len(arms), arms))
     about |= {"config": dataclasses.asdict(TASKS[name]), "seconds": round(time.monotonic() - start)}
-    about |= {"arms": {arm: dataclasses.asdict(ARMS[arm]) for arm in arms}}
+    about |= {"arms": {arm: _changes(ARMS[arm]) for arm in arms}}
     table = pd.concat(ends, ignore_index=True).astype({"seed": "int16"})
     table[["loss", "exact", "train"]] = table[["loss", "exact", "train"]].astype(np.float32)
     write_table(folder / f"{name}.parquet", table)
