@@ -120,7 +120,7 @@ for E1M2, its default. "feed" has 4 bits in the feed-forward part alone, "attend
 alone."""
 ONLY = {
     "sgd": ("fp32", "w4a8", "dge", "mean", "shuffled", "level"),
-    "images": tuple(arm for arm in ARMS if arm not in ("clamp", "feed", "attend")),
+    "images": tuple(arm for arm in ARMS if arm not in ("level", "clamp", "feed", "attend")),
     "text": tuple(arm for arm in ARMS if arm not in ("w8a4", "w8a4-tensor")),
 }
 """Arms of a task. Rows of fewer than 100 numbers have no 99 % quantile below their largest, so the
