@@ -46,6 +46,7 @@ CONVERTED = [
     "sixteen_bits_outside_attention",
     "moments_that_cannot_forget",
     "bits_or_bias",
+    "four_bits_in_training",
     "two_attentions",
     "in_the_training_loop",
     "laboratory/what_ran",
