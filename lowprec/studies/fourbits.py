@@ -6,7 +6,7 @@ the published code of Wang et al. (2025). An arm differs from another in one fie
 
 The records are made by
 
-    python -m lowprec.studies.fourbits data/studies/fourbits images     (so are sgd and text)
+    python -m lowprec.studies.fourbits data/studies/fourbits images     (so are sgd, text, again)
 
 in minutes of a core. They hold how each run ended (`images.parquet`, and `images.json`, with where
 it was made).
@@ -55,6 +55,7 @@ TASKS = {
         classes=256,
     ),
 }  # fmt: skip
+TASKS["again"] = dataclasses.replace(TASKS["text"], seeds=16, first_seed=2100)
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,11 @@ alone."""
 ONLY = {
     "sgd": ("fp32", "w4a8", "dge", "mean", "shuffled", "level"),
     "images": tuple(arm for arm in ARMS if arm not in ("level", "clamp", "feed", "attend")),
+    "again": ("fp32", "w4a8", "dge", "level"),
     "text": tuple(arm for arm in ARMS if arm not in ("w8a4", "w8a4-tensor")),
 }
 """Arms of a task. Rows of fewer than 100 numbers have no 99 % quantile below their largest, so the
-clamp of single tokens does nothing in the image model."""
+clamp of single tokens does nothing in the image model. "again" is "text" with other seeds."""
 
 
 # The estimator
