@@ -19,9 +19,9 @@ PY    := $(BIN)/python
 VENV  := .venv/.stamp
 BOOK  := book/_build/html
 # The longest first, so that none is left alone at the end.
-LONGEST := the_gradient_knows_the_rounding is_my_model_affected
-SOURCES := $(wildcard $(LONGEST:%=notebooks/%.ipynb) notebooks/[!_]*.ipynb \
-             notebooks/laboratory/[!_]*.ipynb)
+LONGEST := from_drift_to_spike is_my_model_affected the_gradient_error
+SOURCES := $(wildcard $(LONGEST:%=notebooks/%.ipynb) notebooks/laboratory/[!_]*.ipynb \
+             notebooks/[!_]*.ipynb)
 NAMES   := $(SOURCES:notebooks/%.ipynb=%)
 
 DATA  := $(shell find data -type f -not -path '*/.*')
@@ -104,8 +104,9 @@ print: book
 serve: book
 	$(PY) -m http.server $(PORT) --bind 127.0.0.1 --directory $(BOOK)
 
+# Of the files that have such tests alone: to read the others takes longer than a page.
 check-book: book
-	$(PY) -m pytest -n auto -m book
+	$(PY) -m pytest -n auto --dist worksteal -m book $(shell grep -l 'mark\.book' tests/test_*.py)
 
 # Not beside the pages: the list of links would be published with them.
 check-links: book

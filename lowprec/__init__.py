@@ -20,6 +20,21 @@ class UserError(Exception):
         return [f"lowprec: {self}"]
 
 
+def load_yaml(text: str, loader=None):
+    """What a YAML text says. loader: by default libyaml's where PyYAML has it, which is seven times
+    as fast as PyYAML's own.
+
+    Raises yaml.YAMLError in the words of PyYAML's own.
+    """
+    import yaml
+
+    try:
+        return yaml.load(text, loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        yaml.safe_load(text)
+        raise
+
+
 def yaml_fault(error) -> str:
     """What is wrong in a YAML file, and where, in one line."""
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -182,8 +182,10 @@ def verify(argv: list[str]) -> None:
     tyro.cli(command, prog="python -m lowprec verify", args=argv)
 
 
-def probe(argv: list[str]) -> None:
+def probe(argv: list[str]) -> int:
     """Say whether a model, a checkpoint or a capture is about to fail."""
+    import inspect
+
     import tyro
 
     from lowprec.diagnose import probe as affected
@@ -198,19 +200,26 @@ def probe(argv: list[str]) -> None:
         figure: Path | None = None,
         table: Path | None = None,
         device: str = "auto",
+        fail_on_alarm: bool = False,
     ):
         """Say whether a model, a checkpoint or a capture is about to fail.
 
+        Exit status 0: it was read, whatever was found; 1: an alarm, with --fail-on-alarm; 2: a
+        mistake in the arguments.
+
         Args:
-            model: a transformers folder or config.json, a run's checkpoint.pt, or a capture.
-            text: a text file, by default the committed text as GPT-2's tokens, which are noise to a
-                model with another vocabulary.
+            model: a transformers folder or config.json, a Llama's .gguf, a run's checkpoint.pt, or
+                a capture.
+            text: a text file, read by the model's own tokenizer if that lies beside it or in the
+                .gguf; by default the committed text as GPT-2's tokens, which are noise to a model
+                with another vocabulary.
             policy: of attention, by default FA2 or what the run used.
             sequences: how many sequences of the text to read.
             length: tokens of a sequence.
             figure: where to draw what the alarm reads, .png, .svg or .pdf.
             table: where to write a row for each layer and head, .csv.
             device: cuda or cpu; by default a GPU if there is one. Captures are read on the CPU.
+            fail_on_alarm: end with status 1 if a head rings, for scripts.
         """
         output(table, ".csv")
         output(figure, ".png", ".svg", ".pdf")
@@ -224,10 +233,12 @@ def probe(argv: list[str]) -> None:
             files.write_atomic(table, lambda file: file.write(content))
         if figure:
             save(affected.figure(result), figure)
+        return int(fail_on_alarm and result.alarm.any())
 
     columns = "\n".join(f"- {name}: {words}" for name, words in affected.COLUMNS.items())
-    about = f"{probe.__doc__}\n\nColumns; it prints the ten heads of largest share:\n{columns}"
-    tyro.cli(command, prog="python -m lowprec probe", description=about, args=argv)
+    what = inspect.cleandoc(command.__doc__).partition("Args:")[0]
+    about = f"{what}Columns; it prints the ten heads of largest share:\n{columns}"
+    return tyro.cli(command, prog="python -m lowprec probe", description=about, args=argv)
 
 
 def bisect(argv: list[str]) -> int:
@@ -237,13 +248,14 @@ def bisect(argv: list[str]) -> int:
     import tyro
 
     from lowprec.diagnose import bisect as search
+    from lowprec.diagnose import contenders
     from lowprec.training.capture import Capture
 
     if argv[:1] == ["--train"]:
         return _bisect_runs(argv[1:])
 
     def command(
-        capture: tyro.conf.Positional[Path],
+        capture: tyro.conf.Positional[str],
         policy: str | None = None,
         of: Literal["dq", "wq", "row_sum"] = "dq",
         within: float = search.WITHIN,
@@ -256,14 +268,16 @@ def bisect(argv: list[str]) -> int:
         Whole trainings instead: bisect --train PRESET --out FOLDER ...
 
         Args:
-            capture: a file that a run's --capture-at wrote, or one of data/captures.
+            capture: a file that a run's --capture-at wrote, or one of data/captures by its name,
+                such as fa2-a-seed1-1680.
             policy: whose error it is, by default the captured one; a healthy twin wants FA2 or LOW.
             of: the error of dQ, of W_Q's gradient, or the sum of dS, against float64.
             within: the share of the error that a set may leave.
             size: try all sets of up to so many fields, by default as many as 300 replays allow.
             modes: let sets have other changes as well, such as delta_from=o_fp32.
         """
-        replays = search.Replays(captured := Capture.load(capture))
+        path = contenders.path_named(capture)
+        replays = search.Replays(captured := Capture.load(path))
         given = search.PrecisionPolicy.parse(policy or captured.policy)
         began = time.perf_counter()
         found = search.guilty(replays, given, of, within, size, modes)

@@ -111,6 +111,8 @@ def test_a_capture_has_the_numbers_of_its_replay(name):
         *(scores.probabilities(*pair, capture.scale) for pair in (full, stored))
     )
     assert row.tv == pytest.approx(moved)
+    stored = (capture.tensors[n].double() for n in "qk")
+    assert row.logit == pytest.approx(scores.causal_scores(*stored, capture.scale).max().item())
     assert row.key_share == pytest.approx(parts["key_share"])
     assert row.common == pytest.approx(parts["common"])
     assert row.delta_low < row.delta_bias < row.delta_high and pd.isna(row.coherence)
@@ -135,6 +137,14 @@ def test_it_rings_on_failing_captures_only(name, rings):
     table = affected.probe(CAPTURES / f"{name}.xz")
     assert table.alarm.tolist() == [rings] == (table.share_all >= affected.SHARE).tolist()
     assert affected.verdict(table).startswith("ALARM in 1 of 1" if rings else "No alarm")
+
+
+@pytest.mark.parametrize("words,status", [([], 0), (["--fail-on-alarm"], 1)])
+def test_an_alarm_is_a_failure_where_that_is_asked_for(words, status, capsys):
+    ill, well = (str(CAPTURES / f"low-c-{name}seed6-1230.xz") for name in ("", "healthy-"))
+    assert __main__.main(["probe", ill, *words]) == status
+    assert "ALARM in 1 of 1" in capsys.readouterr().out
+    assert __main__.main(["probe", well, *words]) == 0
 
 
 @pytest.mark.parametrize(
@@ -185,9 +195,13 @@ def test_the_command(hub, tmp_path, capsys):
     words = ["probe", str(tmp_path / "config.json"), "--text", str(tmp_path / "some.txt")]
     outputs = ["--figure", str(tmp_path / "f.png"), "--table", str(tmp_path / "t.csv")]
     assert __main__.main([*words, *outputs]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "No alarm in 8 head(s)" in out
-    assert "Read: random weights of seed 0, and 4 x 64 tokens of some.txt, as bytes" in out
+    noise = (
+        "some.txt, as bytes for want of its tokenizer, so noise to a model that was trained with"
+    )
+    assert f"Read: random weights of seed 0, and 4 x 64 tokens of {noise} another" in out
+    assert f"lowprec: the model reads {noise}" in err
     assert "; attention emulated under FA2." in out
     assert (tmp_path / "f.png").stat().st_size > 5000
     table = (tmp_path / "t.csv").read_text().splitlines()
@@ -501,7 +515,7 @@ def test_a_model_that_reads_images_too_is_probed_by_its_text(hub):
 
 
 def windowed(hub, kind):
-    """Layers with a window of 32 tokens: all, or five of six."""
+    """Layers with a window of 32 tokens: all, five of six, or one."""
     sizes = dict(
         num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, hidden_size=32,
         head_dim=16, intermediate_size=64, vocab_size=300, sliding_window=32,
@@ -509,11 +523,20 @@ def windowed(hub, kind):
     )  # fmt: skip
     if kind == "mistral":
         return hub.MistralForCausalLM(hub.MistralConfig(**sizes))
+    if kind == "gemma2":
+        kinds = ["full_attention"] * 5 + ["sliding_attention"]
+        config = hub.Gemma2Config(**sizes, layer_types=kinds, attn_logit_softcapping=None)
+        return hub.Gemma2ForCausalLM(config)
     return hub.Gemma3ForCausalLM(hub.Gemma3TextConfig(**sizes))
 
 
 @pytest.mark.parametrize(
-    "kind,where", [("mistral", "the model has"), ("gemma3", "layers 0, 1, 2, 3, 4 have")]
+    "kind,where",
+    [
+        ("mistral", "the model has"),
+        ("gemma3", "layers 0, 1, 2, 3, 4 have"),
+        ("gemma2", "^layer 5 has"),
+    ],
 )
 def test_a_window_shorter_than_the_text_is_named(hub, kind, where):
     model = windowed(hub, kind)
@@ -521,6 +544,49 @@ def test_a_window_shorter_than_the_text_is_named(hub, kind, where):
     with pytest.raises(UserError, match=words):
         affected.probe(model, length=48)
     assert len(affected.probe(model, length=32)) == 12
+    assert model.config._attn_implementation != "lowprec-probe"
+
+
+def latent(hub, **other):
+    """Attention whose queries and keys have heads of 24 and whose values have heads of 16."""
+    torch.manual_seed(0)
+    config = hub.DeepseekV3Config(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=64, moe_intermediate_size=32, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=2, **other,
+    )  # fmt: skip
+    return hub.DeepseekV3ForCausalLM(config)
+
+
+def test_heads_of_values_may_have_another_size(hub):
+    """Latent attention: the exact gradient is that of the weights, here as well."""
+    tokens = torch.randint(0, 300, (2, 48), generator=torch.Generator().manual_seed(1))
+    calls = emulated(latent(hub, q_lora_rank=None).eval(), tokens, "FA2")
+    model = latent(hub, q_lora_rank=None).eval()
+    model.set_attn_implementation("eager")
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    for call, layer in zip(calls, model.model.layers, strict=True):
+        wanted = layer.self_attn.q_proj.weight.grad.view(2, -1).double().norm(dim=1)
+        torch.testing.assert_close(call.norms(call.seen["dq"])[0], wanted, rtol=0.02, atol=0)
+    table = affected.probe(latent(hub, q_lora_rank=16), length=64)
+    assert len(table) == 4 and (table.share > 0).all()
+
+
+@pytest.mark.parametrize(
+    "kind,words",
+    [("GptOss", r"have sinks \(s_aux\): the probe"), ("Gemma2", r"have a soft cap \(softcap\)")],
+)
+def test_sinks_and_caps_of_a_model_are_named(hub, kind, words):
+    sizes = dict(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16,
+        num_key_value_heads=1, intermediate_size=64,
+    )  # fmt: skip
+    more = dict(num_local_experts=2, num_experts_per_tok=1) if kind == "GptOss" else {}
+    config = getattr(hub, f"{kind}Config")(**sizes, **more)
+    model = getattr(hub, f"{kind}ForCausalLM")(config)
+    with pytest.raises(UserError, match=f"the scores of the model's attention {words}"):
+        affected.probe(model, length=64)
     assert model.config._attn_implementation != "lowprec-probe"
 
 
@@ -646,3 +712,19 @@ def test_an_alarm_names_the_head_of_the_largest_error():
     assert "of all roundings 20 times" in said and f"The policy SAFE, {SAFE}, is for" in said
     calm = pd.DataFrame([well, well | dict(head=9, share=0.02, error=0.1)])
     assert "The largest share: in layer 1, head 9 the" in affected.verdict(calm)
+
+
+@pytest.mark.parametrize("elements", [2**12, 2**13, 2**20])
+def test_many_heads_at_once_give_what_one_by_one_do(elements, monkeypatch):
+    """As on a GPU: parts of two heads of keys, of some and of all, and many rows."""
+    g = torch.Generator().manual_seed(0)
+    q, do = (torch.randn(2, 6, 32, 16, generator=g).bfloat16().float() for _ in range(2))
+    k, v = (torch.randn(2, 3, 32, 16, generator=g).bfloat16().float() for _ in range(2))
+    given = (q, k, v, do, q, k, FA2, 0.25)
+    monkeypatch.setattr(measures, "ROWS", 8)
+    grads, seen = measures.backward(*given)
+    monkeypatch.setitem(measures.AT_ONCE, "cpu", elements)
+    assert len(list(measures.blocks(q, k))) < 6
+    again, same = measures.backward(*given)
+    for a, b in zip([*grads, *seen.values()], [*again, *same.values()], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

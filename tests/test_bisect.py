@@ -279,7 +279,7 @@ def test_the_command(capsys, monkeypatch):
     assert "Guilty in head 5: {o}" in out and "replays in" in out
     rows = dict(line.rsplit(None, 1) for line in out.splitlines() if line.endswith("%"))
     assert float(rows["{o}"].rstrip("%")) < 25 and rows["nothing"] == "100.0%"
-    assert __main__.main(["bisect", path, "--policy", "ALL_FP32+o=e8m20"]) == 1
+    assert __main__.main(["bisect", "fa2-b-seed4-1580", "--policy", "ALL_FP32+o=e8m20"]) == 1
     assert "Nothing brings" in capsys.readouterr().out
     for words in (["none.xz"], [path, "--policy", "LOWW"], [path, "--within", "2"]):
         assert __main__.main(["bisect", *words]) == 2

@@ -676,12 +676,12 @@ def test_a_claim_is_not_accepted_before_its_rule_is_committed(history, folder):
 def test_every_rule_is_older_than_its_first_verdict():
     if registration.head(ROOT) is None:
         pytest.skip("the history is not here: an archive or a shallow clone")
-    faults = {}
+    faults, registry = {}, claims.load()
     for page, lock in claims.locks().items():
         for id, entry in lock["claims"].items():
             judged = entry["verdict"] != "not run"
             assert not judged or "first_run" in entry, f"claim {id} of {page}: accept it again"
-            if fault := registration.fault(claims.load()[id], entry.get("first_run", "HEAD"), ROOT):
+            if fault := registration.fault(registry[id], entry.get("first_run", "HEAD"), ROOT):
                 faults[id] = fault
     assert not faults
 

@@ -288,6 +288,20 @@ def test_the_status_says_whether_both_are_within_the_rule(own, capsys):
     assert (own / "f.png").stat().st_size > 5000
 
 
+def test_a_row_of_one_key_has_no_gradient_to_q_and_no_error_of_it(capsys):
+    """The exact dQ and dK are 0 there, and so are those of both."""
+    assert main(["compare", "sdpa", "FA2", "--shape", "1", "2", "1", "8", "--causal"]) == 0
+    assert "not finite" not in capsys.readouterr().out
+    inputs = contenders.drawn((1, 2, 1, 8))
+
+    def off(q, k, v, is_causal=False, scale=None):
+        return contenders.function("sdpa", "A")(q, k, v, is_causal=is_causal) + 1e-3 * q
+
+    found = compare.measure({"A": off}, [inputs]).set_index("of")
+    assert found.error["dQ"] == pytest.approx(1e-3 * inputs.do.float().norm().item(), rel=0.01)
+    assert found.large["dQ"] and not found.large["dK"]
+
+
 def test_a_forward_pass_alone_is_compared_and_said(own, capsys):
     assert main(["compare", "sdpa", "own_attention:forward", *SMALL]) == 0
     assert "gives no gradients" in capsys.readouterr().out

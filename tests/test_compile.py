@@ -169,3 +169,12 @@ def test_a_transformers_model_in_one_graph(padded):
         function(input_ids=ids, labels=ids, use_cache=False, **how).loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_another_policy_is_another_graph():
+    """The text of a policy is a constant of the graph, and the graph is not reused for another."""
+    policy = FA2
+    call = torch.compile(lambda q, k, v, m: sdpa(q, k, v, m, policy=policy), backend="aot_eager")
+    for policy in (FA2, LOW, REFINED, FA2.replace(delta_from="dp")):
+        given = results(lambda *x: sdpa(*x, policy=policy), inputs())  # noqa: B023
+        assert same(results(call, inputs()), given), policy

@@ -152,3 +152,16 @@ def test_the_newest_record_is_the_last_by_name(monkeypatch):
     monkeypatch.setattr(benchmark, "recorded", dict)
     with pytest.raises(UserError, match="one of none; make gpu-check writes one"):
         chosen("newest")
+
+
+def test_models_are_held_against_themselves_with_pytorchs_attention():
+    rows = [
+        dict(model=model, padded=padded, attention=attention, tokens_per_second=rate, peak_mib=mib)
+        for model, padded, ours in (("A", False, 90), ("A", True, 120), ("B", False, 100))
+        for attention, rate, mib in (("sdpa", 100, 50), ("lowprec", ours, 60))
+    ]
+    found = costs.beside_stock(rows, tokens_per_second="speed", peak_mib="memory")
+    assert found.speed.to_dict() == {("A", False): 0.9, ("A", True): 1.2, ("B", False): 1.0}
+    assert set(found.memory) == {1.2}
+    made = [{k: v for k, v in row.items() if k != "padded"} for row in rows if not row["padded"]]
+    assert costs.beside_stock(made, peak_mib="x").x.to_dict() == {"A": 1.2, "B": 1.2}

@@ -163,7 +163,10 @@ def test_scalar_gfloat_agrees_too(fmt, rounding):
     assert_same_bits(round_to(x, fmt, rounding, bits=words), want)
 
 
-CASTS = {BF16: torch.bfloat16, FP16: torch.float16, E5M2: torch.float8_e5m2}
+CASTS = {
+    BF16: torch.bfloat16, FP16: torch.float16, E5M2: torch.float8_e5m2,
+    E4M3.replace(overflow="saturate"): torch.float8_e4m3fn,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", CASTS, ids=lambda f: f.name)

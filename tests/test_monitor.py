@@ -119,6 +119,22 @@ def test_the_values_are_those_of_the_probe_on_the_same_batch(hub):
     assert table[["layer", "head"]].equals(probed[["layer", "head"]])
 
 
+def test_heads_of_values_may_have_another_size(hub):
+    """As in latent attention, of queries of 24 and values of 16."""
+    torch.manual_seed(0)
+    config = hub.DeepseekV3Config(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=64, kv_lora_rank=16, q_lora_rank=None,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=2,
+    )  # fmt: skip
+    model, ids = hub.DeepseekV3ForCausalLM(config), tokens(2)
+    table = watched(model, of_hub(model, ids), sequences=2)
+    grads = [layer.self_attn.q_proj.weight.grad.view(2, -1) for layer in model.model.layers]
+    wanted = torch.cat([g.norm(dim=1) for g in grads])
+    assert set(table.of) == {"W_Q"} and (table.share > 0).all()
+    assert table.gradient.to_numpy() == pytest.approx(wanted.numpy(), rel=0.02)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "lowprec"])
 def test_every_door_of_a_hub_model_shows_the_same(hub, implementation):
     huggingface.register(policy="ALL_FP32")

@@ -123,6 +123,11 @@ def test_the_probe_reads_it_with_its_own_tokenizer(hub, gguf, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"Read: the weights of {path}, stored as Q8_0, F32, and 4 x 64 tokens" in out
     assert "tokens of some.txt, by the model's own tokenizer" in out
+    (tmp_path / "config.json").write_text("{}")  # as repositories of such files have it
+    assert __main__.main(["probe", str(path), "--text", str(text), "--length", "64"]) == 0
+    assert capsys.readouterr().out == out
+    assert __main__.main(["probe", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder; give one file of it: a.gguf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -173,6 +178,25 @@ def test_the_file_of_the_package_is_found_without_importing_it(tmp_path, monkeyp
     monkeypatch.setattr(pretrained.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="not installed"):
         pretrained.real_path()
+
+
+@pytest.mark.slow
+def test_smollm2_is_read_as_transformers_reads_it(hub, gguf):
+    """Bit by bit; and it knows English, which it does not by the other pairs."""
+    pytest.importorskip("accelerate")
+    try:
+        path = pretrained.real_path()
+    except UserError as error:
+        pytest.skip(str(error))
+    model, words = pretrained.load(path)
+    theirs = hub.LlamaForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=model.dtype
+    )
+    ids = torch.tensor([pretrained.tokenizer(path)(smollm2.text())["input_ids"][:256]])
+    with torch.no_grad():
+        ours = model(input_ids=ids, labels=ids)
+        assert torch.equal(ours.logits, theirs(input_ids=ids).logits)
+    assert ours.loss < 2.5 and words.endswith("stored as Q4_1, Q8_0, F32")
 
 
 # What is kept of SmolLM2

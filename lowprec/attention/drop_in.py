@@ -11,9 +11,9 @@ backward adds to delta what the row of dS sums to. For Hugging Face models see
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lowprec import UserError
 from lowprec.attention import attention
@@ -74,6 +74,7 @@ def sdpa(
         raise UserError(
             f"query, key, value must share a dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
         )
+    policy = policy if isinstance(policy, str) else policy.text
     draws, alike = _known(policy, query.dtype)
     if draws:
         raise UserError(
@@ -117,6 +118,11 @@ def sdpa(
 def _known(policy, dtype: torch.dtype) -> tuple[bool, bool]:
     """(whether a policy draws random bits, whether PyTorch's own function rounds what its forward
     rounds, on tensors of that dtype); a constant for torch.compile."""
+    return _read(policy, dtype)
+
+
+@functools.lru_cache
+def _read(policy: str, dtype: torch.dtype) -> tuple[bool, bool]:
     policy = PrecisionPolicy.parse(policy)
     stock = {torch.bfloat16: FA2, torch.float32: ALL_FP32}.get(dtype)
     same = {name: getattr(stock, name) for name in BACKWARD} if stock else {}
@@ -143,6 +149,8 @@ def _stock(query, key, value, mask, scores, dropout_p) -> dict | None:
         return dict(attn_mask=bias) if nothing_hidden else None
     if nothing_hidden or mask.plain and query.shape[2] == key.shape[2]:
         return dict(is_causal=mask.causal)
+    if mask.keys is None and not mask.causal:
+        return dict(attn_mask=mask.dense)
     return dict(attn_mask=mask.seen(query.shape[2], key.shape[2], query.device))
 
 
@@ -152,7 +160,7 @@ def _autocast(query, *others):
         return query, *others
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        t.to(dtype) if type(t) is not CausalBias and getattr(t, "dtype", None) in DTYPES else t
+        t.to(dtype) if getattr(t, "dtype", None) in DTYPES and not _is_causal_bias(t) else t
         for t in (query, *others)
     )
 
@@ -192,6 +200,16 @@ def _four(t):
     return t.flatten(0, -4) if t.dim() > 4 else t[(None,) * (4 - t.dim())]
 
 
+def _is_causal_bias(given) -> bool:
+    """Whether it is a bias of torch.nn.attention.bias. No plain tensor is one, and to import that
+    module loads torch's compiler, which takes as long as the rest of torch."""
+    if type(given) is torch.Tensor:
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(given, CausalBias)
+
+
 def _mask(given, is_causal, query, key, lead):
     """(Mask, bias or None) of attn_mask and is_causal, for query and key of four dimensions.
 
@@ -202,11 +220,11 @@ def _mask(given, is_causal, query, key, lead):
         return Mask(causal=is_causal), None
     if isinstance(given, Mask):
         return given, None
-    if isinstance(given, CausalBias):
+    if _is_causal_bias(given):
         size = (given.seq_len_q, given.seq_len_kv)
         if size != (n_q, n_k):
             raise UserError(f"attn_mask is a causal bias of {size}, for scores of {(n_q, n_k)}")
-        right = given.variant == CausalVariant.LOWER_RIGHT
+        right = given.variant.name == "LOWER_RIGHT"
         return Mask(causal=True, offset=n_k - n_q if right else 0), None
     if not isinstance(given, torch.Tensor):
         raise UserError(

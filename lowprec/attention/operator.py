@@ -63,7 +63,8 @@ def attention(
             f"probe must be ({q.shape[1]}, {len(PROBE_COLUMNS)}), not {tuple(probe.shape)}"
         )
     policy, impl = plan(
-        policy, tile, impl, q.device.type, probe is not None, mask.plain and scores.bias is None,
+        policy if isinstance(policy, str) else policy.text, tile, impl, q.device.type,
+        probe is not None, mask.plain and scores.bias is None,
         lacking(q, v, scores, dropout),
     )  # fmt: skip
     causal, scale = mask.causal, scores.scale

@@ -14,9 +14,11 @@ from lowprec.diagnose import measures
 from lowprec.numerics.policy import FA2, PrecisionPolicy
 from lowprec.training.model import GPT
 
-UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "output_attentions")
-"""Arguments of the registry's functions by which attention is another than is emulated here, or
-that ask for its weights."""
+UNLIKE = dict(softcap="a soft cap", position_bias="a bias of positions", s_aux="sinks")
+"""Arguments of the registry's functions by which a model's attention is another than is emulated
+here, in words."""
+ASKED = ("cache", "head_mask", "output_attentions")
+"""Those that a caller can leave out."""
 
 
 class Linears:
@@ -236,9 +238,15 @@ def _hub_loss(model, tokens, policy, attend):
     from transformers.masking_utils import sdpa_mask
 
     def attention(module, q, k, v, mask, dropout=0.0, scaling=None, is_causal=None, **others):
-        for what in UNLIKE:
-            if others.get(what) is not None and others[what] is not False:
-                raise UserError(f"attention 'lowprec-probe' does not support {what}; leave it out")
+        given = [name for name, x in others.items() if x is not None and x is not False]
+        for name in given:
+            if name in UNLIKE:
+                raise UserError(
+                    f"the scores of the model's attention have {UNLIKE[name]} ({name}): the probe "
+                    "takes plain causal attention"
+                )
+            if name in ASKED:
+                raise UserError(f"attention 'lowprec-probe' does not support {name}; leave it out")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if plain_length(mask, causal, q, k) != q.shape[2]:
             raise UserError(_why_not(model, module, others.get("sliding_window"), q.shape[2]))
@@ -288,7 +296,8 @@ def _why_not(model, module, window, length: int) -> str:
     """Why the probe does not take a call of attention; with the layers of a window."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     some = [str(i) for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-    where = f"layers {', '.join(some)} have" if 0 < len(some) < len(kinds) else "the model has"
+    where = f"layers {', '.join(some)} have" if len(some) > 1 else f"layer {''.join(some)} has"
+    where = where if 0 < len(some) < len(kinds) else "the model has"
     if window and window < length:
         return (
             f"{where} a sliding window of {window} tokens, and the sequences have {length}: the "

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pandas as pd
+import scipy
 import torch
-from scipy import stats
 
 from lowprec import UserError
 from lowprec.attention.inputs import for_queries
@@ -46,7 +46,7 @@ COLUMNS = {
     "input": "which q, k, v and dO",
     "of": "O, a gradient, or δ as dQ shows it",
     "who": "the function",
-    "error": "norm of the error over the norm of the exact result",
+    "error": "norm of the error over the norm of the exact result, or itself where that is 0",
     "plain": "that of a plain attention in the dtype of q, at least that of storing the exact one",
     "times": "the one over the other",
     "worst": "the same for the row with the largest error",
@@ -147,7 +147,7 @@ class Exact:
         return errors
 
     def _share(self, of, error) -> float:
-        return (error.norm() / self.right[of].norm()).item()
+        return (error.norm() / (self.right[of].norm() or 1.0)).item()
 
     def _worst(self, of, error) -> float:
         return error.norm(dim=-1).max().item()
@@ -158,10 +158,10 @@ class Exact:
         toward = right if of in ("O", "dK", "dV") else self.mean_key
         if of == "δ":
             toward = self.weighted.norm(dim=-1, keepdim=True)
-            toward = toward / toward.square().mean().sqrt()
+            toward = toward / (toward.square().mean().sqrt() or 1.0)
         else:
             toward = torch.nn.functional.normalize(toward, dim=-1)
-        size = right.square().sum(-1).mean().sqrt()
+        size = right.square().sum(-1).mean().sqrt() or 1.0
         return ((error * toward).sum(-1) / size).flatten(0, 1).mT.cpu().numpy()
 
     def rows(self, who: str, found: dict) -> list[dict]:
@@ -176,7 +176,7 @@ class Exact:
                 input=self.inputs.name, of=of, who=who, error=size, plain=self.plain[of],
                 times=_over(size, self.plain[of]),
                 worst=_over(self._worst(of, error), self.plain_worst[of]),
-                signed=float(mean), half=float(stats.t.ppf(0.975, max(n - 1, 1)) * se),
+                signed=float(mean), half=float(scipy.stats.t.ppf(0.975, max(n - 1, 1)) * se),
                 p=float(p), n=n, ulps=_over(size, self.ulp[of]),
             ))  # fmt: skip
         return rows

@@ -162,13 +162,19 @@ def captures() -> list[Inputs]:
 
 
 def named(name: str) -> Inputs:
-    """A capture of `data/captures` by its name, or by its path; `UserError` where there is none."""
+    """What a capture of `path_named` got."""
+    return captured(Capture.load(path_named(name)))
+
+
+def path_named(name: str) -> Path:
+    """Of a capture of `data/captures` by its name, or the path that is given; `UserError` for a
+    name that is none."""
     paths = _paths()
     if name not in paths and not Path(name).suffix:
         close = difflib.get_close_matches(name, paths, n=1)
         hint = f"did you mean {close[0]}?" if close else f"take one of {', '.join(paths)}"
         raise UserError(f"there is no capture {name!r}: {hint}")
-    return captured(Capture.load(paths.get(name, name)))
+    return paths.get(name, Path(name))
 
 
 def _paths() -> dict[str, Path]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+import scipy
 
 from lowprec import UserError
 from lowprec.evidence.heads import end_of, summed, sums
@@ -56,7 +56,7 @@ def batch_means(series, batches: int = 10) -> tuple[np.ndarray, np.ndarray, np.n
     means = kept.reshape(batches, length, *series.shape[1:]).mean(1)
     mean, error = means.mean(0), means.std(0, ddof=1) / batches**0.5
     with np.errstate(divide="ignore", invalid="ignore"):
-        p = 2 * stats.t.sf(np.abs(mean / error), batches - 1)
+        p = 2 * scipy.stats.t.sf(np.abs(mean / error), batches - 1)
     return mean, error, np.where(np.isnan(p), 1.0, p)
 
 

@@ -16,6 +16,7 @@ from lowprec import UserError
 from lowprec.records import files, runs
 from lowprec.records.tables import load_archive, require_whole
 from lowprec.training.capture import Capture
+from lowprec.training.data.text import VOCABULARIES
 from lowprec.training.model import GPT
 
 WRAPPERS = {r"(?<![^.])_orig_mod\.": "", r"^module\.": ""}
@@ -28,18 +29,19 @@ GPT2_SIZES = 50257, 50304
 """Of GPT-2's vocabulary, as it is and padded to a multiple of 64."""
 FEWEST = 64
 """Tokens of a probe at least: a few rows for each of its blocks."""
+NOISE = "for want of its tokenizer, so noise to a model that was trained with another"
 
 
 def load(path: Path, seed: int):
     """A Capture, a GPT or a transformers model, by the kind of path; and its weights in words."""
+    if path.suffix == ".gguf" and path.is_file():
+        from lowprec.diagnose import pretrained
+
+        return pretrained.load(path)
     if path.is_file() and path.suffix != ".json" and (path.parent / "config.json").is_file():
         raise UserError(f"{path} is a part of a transformers model; give its folder {path.parent}")
     if path.suffix in (".xz", ".safetensors"):
         return Capture.load(path), "its own"
-    if path.suffix == ".gguf":
-        from lowprec.diagnose import pretrained
-
-        return pretrained.load(path)
     if runs.is_run(path):
         raise UserError(
             f"{path} is a run; give its checkpoint.pt if it is unfinished, a file of its .weights/ "
@@ -51,7 +53,9 @@ def load(path: Path, seed: int):
         names = sorted((p.name for p in saved), key=lambda name: (len(name), name))
         raise UserError(f"{path} has no weights of its own; give one of {', '.join(names)} in it")
     kept = sorted(p.name for kind in ("*.pt", "*.xz") for p in path.glob(kind))
-    if kept and not (path / "config.json").is_file():
+    kept = [] if (path / "config.json").is_file() else kept
+    kept += sorted(p.name for p in path.glob("*.gguf") if not weights)
+    if kept:
         raise UserError(f"{path} is a folder; give one file of it: {', '.join(kept)}")
     if path.is_dir() and not weights:
         if not (path / "config.json").is_file():
@@ -221,5 +225,8 @@ def _encoded(text: str, folder, vocab_size: int) -> tuple[list[int], str]:
     if vocab_size >= 50257:
         from lowprec.training.data.text import gpt2_encoding
 
-        return gpt2_encoding().encode_ordinary(text), "by GPT-2's tokenizer"
-    return list(text.encode()), "as bytes"
+        how = "by GPT-2's tokenizer"
+        how += f" {NOISE}" if vocab_size not in GPT2_SIZES else ""
+        return gpt2_encoding().encode_ordinary(text), how
+    how = "as bytes" if vocab_size == VOCABULARIES["bytes"] else f"as bytes {NOISE}"
+    return list(text.encode()), how

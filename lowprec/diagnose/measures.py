@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pandas as pd
+import scipy
 import torch
-from scipy import stats
 
 from lowprec import UserError
 from lowprec.attention.inputs import outside_autocast
@@ -50,7 +50,10 @@ SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
 BLOCKS = 16
 """Blocks of consecutive rows behind the interval of delta's bias."""
 ROWS = 128
-"""Rows that attention in float64 takes at a time."""
+"""Rows that attention in float64 takes at a time, at least."""
+AT_ONCE = {"cpu": 0, "cuda": 2**26}
+"""Elements of T x T matrices that are worked on together: those of one head of keys stay in a
+processor's cache, and a GPU would wait for the next call."""
 COLUMNS = {
     "layer": "counted from 0, as heads are",
     "head": "of queries",
@@ -72,11 +75,11 @@ COLUMNS = {
     f"an alarm needs {COMMON:g} and more, in size",
     "tv": "how far rounding q and k moves P, in total variation; "
     f"from {BROKEN:g} on the head computes something else",
+    "logit": "largest score, scale q k^T, of a query and a key that it sees",
     "alarm": "whether both limits are reached",
 }
 """The columns of `probe`, in words."""
 ALSO = {
-    "logit": "largest score, scale q k^T, of a query and a key that it sees",
     "entropy": "of the weights P of a row, in nats, averaged over the rows from the second on",
     "gradient": "norm of the exact gradient of W_Q, of the mean loss",
     "error_all": "norm of its whole error, of all roundings",
@@ -88,7 +91,8 @@ ALSO = {
 class Call:
     """One causal call of attention, and how an error of dQ reaches W_Q.
 
-    q, do (B, H, T, D), k, v as q or with fewer heads, as attention reads them; full_q, full_k
+    q, do (B, H, T, D), k, v as q or with fewer heads, as attention reads them, v and do also with
+    another size of a head; full_q, full_k
     before they were rounded; norms, from a dQ (B, H, T, D) to the norms of the W_Q gradients that
     it makes, (H,) of all sequences together and (B, H) of each. seen: what `rows` gives, where it
     is there already.
@@ -124,7 +128,7 @@ def measure(call: Call) -> dict[str, torch.Tensor]:
     by_row = eps.transpose(1, 2).flatten(0, 1).cpu()
     mean, error, _ = drift.batch_means(by_row.numpy(), BLOCKS)
     size = by_row.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
-    half = stats.t.ppf(0.975, BLOCKS - 1) * error
+    half = scipy.stats.t.ppf(0.975, BLOCKS - 1) * error
     gradient, _ = call.norms(seen["dq"])
     moved, each = call.norms(seen["moved"])
     whole, _ = call.norms(seen["dq_error"])
@@ -149,17 +153,18 @@ def part_of(error, whole) -> torch.Tensor:
 
 def blocks(q, k):
     """Indices (sequence, heads of queries, heads of keys) of the parts of a call that are worked on
-    one by one: the T x T matrices of a few heads stay in a processor's cache."""
+    one by one."""
     group = q.shape[1] // k.shape[1]
+    heads = max(1, AT_ONCE.get(q.device.type, 0) // (group * q.shape[2] * k.shape[2]))
     for b in range(len(q)):
-        for h in range(k.shape[1]):
-            yield slice(b, b + 1), slice(h * group, (h + 1) * group), slice(h, h + 1)
+        for h in range(0, k.shape[1], heads):
+            yield slice(b, b + 1), slice(h * group, (h + heads) * group), slice(h, h + heads)
 
 
 @outside_autocast
 def forward(q, k, v, policy, scale, tile=None) -> torch.Tensor:
-    """O of the emulation, (B, H, T, D) float32; q, k, v as attention reads them."""
-    o = torch.empty(q.shape, device=q.device)
+    """O of the emulation, (B, H, T, size of v) float32; q, k, v as attention reads them."""
+    o = torch.empty(*q.shape[:3], v.shape[3], device=q.device)
     for b, of_q, of_k in blocks(q, k):
         part = emulate(q[b, of_q], k[b, of_k], v[b, of_k], policy, tile, scale=scale)
         o[b, of_q] = part.o
@@ -224,8 +229,9 @@ def _exact(q, k, v, do, full_q, full_k, scale) -> SimpleNamespace:
     Rows are taken a few at a time with the keys that they see, for memory and half the time.
     """
     found = defaultdict(list)
-    for start in range(0, q.shape[2], ROWS):
-        part, seen = (..., slice(start, start + ROWS), slice(None)), slice(start + ROWS)
+    many = max(ROWS, AT_ONCE.get(q.device.type, 0) // (q.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], many):
+        part, seen = (..., slice(start, start + many), slice(None)), slice(start + many)
         keys, values, full_keys = (x[:, :, seen] for x in (k, v, full_k))
         s = _scores(q[part], keys, scale, start)
         m, p = s.amax(-1), s.softmax(-1)

@@ -37,7 +37,7 @@ COLUMNS = {
     "step": "whose backward was watched, counted from 0",
     "layer": "the number of the call of attention in a forward, from 0",
     "head": measures.COLUMNS["head"],
-    "logit": measures.ALSO["logit"],
+    "logit": measures.COLUMNS["logit"],
     "entropy": measures.ALSO["entropy"],
     "key_share": measures.COLUMNS["key_share"],
     "common": measures.COLUMNS["common"],

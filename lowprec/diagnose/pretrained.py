@@ -14,6 +14,7 @@ import importlib.util
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lowprec import UserError
@@ -56,7 +57,9 @@ def load(path: Path):
         file = gguf.GGUFReader(path)
         sizes = _sizes(file, path)
         weights = {
-            _name(t.name): torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy())
+            _name(t.name): torch.from_numpy(
+                np.require(gguf.quants.dequantize(t.data, t.tensor_type), requirements="W")
+            )
             for t in file.tensors
         }
     except (ValueError, KeyError, IndexError, NotImplementedError) as error:

@@ -5,6 +5,7 @@ What is measured, and when it is an alarm, is in `lowprec.diagnose.measures`.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -31,14 +32,16 @@ def probe(
     """What attention does in each head of a model; `verdict` says it in words.
 
     model: a transformers model, a GPT or a Capture; or a path, of a transformers folder, or of its
-        config.json, whose weights are then random from `seed`, of a run's checkpoint.pt, or of a
-        capture. A capture brings its own text.
-    text: a file; None for the committed text, which is there as GPT-2's tokens only, noise to a
-        model with another vocabulary. It is cut into `sequences` of `length` tokens.
+        config.json, whose weights are then random from `seed`, of a Llama's GGUF file, of a run's
+        checkpoint.pt, or of a capture. A capture brings its own text.
+    text: a file, read by the tokenizer beside the model or in its GGUF file, else by GPT-2's or as
+        bytes; None for the committed text, which is there as GPT-2's tokens only, noise to a model
+        with another vocabulary. It is cut into `sequences` of `length` tokens.
     policy: of attention; None for FA2, what production kernels do, or what the run used.
     device: where a model that is read from a path runs; "auto" is a GPU if there is one. A model
         that is given runs where it lies, a capture on the CPU.
-    progress: a line on stderr that counts the calls of attention, forward and backward.
+    progress: a line on stderr that counts the calls of attention, forward and backward, and one
+        more where the tokens of a text are not the model's.
 
     The model runs in float32, and attention reads BF16 and rounds as the policy says. One row a
     layer and head, with the columns of `COLUMNS`. Exact is float64, on the q, k, v and do that
@@ -75,6 +78,8 @@ def probe(
             f"sequences of length {tokens.shape[1]} are too short; take 3 tokens and more, of "
             "fewer sequences or of a longer text"
         )
+    if progress and loading.NOISE in words:
+        print(f"lowprec: the model reads {words}", file=sys.stderr)
     size = " x ".join(map(str, tokens.shape))
     layers = c.n_layer if isinstance(model, GPT) else getattr(c, "num_hidden_layers", None)
     on = next(model.parameters()).device

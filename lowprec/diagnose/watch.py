@@ -102,7 +102,7 @@ class Watch:
             if how.get(name) is not None and (torch.is_tensor(how[name]) or how[name]):
                 self.left_out[layer] = f"it has {name}"
                 return
-        if q.dim() != 4 or v.shape[-1] != q.shape[-1]:
+        if q.dim() != 4:
             self.left_out[layer] = "its sizes are not those of plain attention"
             return
         count = min(self.sequences, len(q))

@@ -28,7 +28,7 @@ import string
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec import UserError, yaml_fault
+from lowprec import UserError, load_yaml, yaml_fault
 from lowprec.evidence import rules
 
 WEIGHTS = ("key", "support", "check")
@@ -298,7 +298,7 @@ def _read(path: Path, changed: int, folder: Path, threats: tuple[str, ...]) -> l
     if not (folder / f"{page}.ipynb").is_file():
         raise UserError(f"{path.name} has no notebook {page}.ipynb beside it: rename one of them")
     try:
-        entries = yaml.safe_load(path.read_text()) or []
+        entries = load_yaml(path.read_text()) or []
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path.name} is not valid YAML: {yaml_fault(error)}") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

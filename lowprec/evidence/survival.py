@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+import scipy
 
 from lowprec import UserError
 from lowprec.evidence import claims
@@ -259,13 +259,13 @@ def _groups(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return dict(iter(table.groupby("arm", sort=False)))
 
 
-def _times(group: pd.DataFrame) -> stats.CensoredData:
-    return stats.CensoredData.right_censored(group.duration, ~group.exploded.astype(bool))
+def _times(group: pd.DataFrame) -> scipy.stats.CensoredData:
+    return scipy.stats.CensoredData.right_censored(group.duration, ~group.exploded.astype(bool))
 
 
 def _curve(group: pd.DataFrame) -> pd.DataFrame:
     """The columns of `kaplan_meier` of one group."""
-    survival = stats.ecdf(_times(group)).sf
+    survival = scipy.stats.ecdf(_times(group)).sf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The confidence interval is undefined")
         interval = survival.confidence_interval(0.95, method="log-log")
@@ -319,13 +319,13 @@ def _exploded_by(group: pd.DataFrame, step: int) -> int:
 def _p_value(base: pd.DataFrame, other: pd.DataFrame, test: str) -> float:
     if test == "logrank":
         with np.errstate(invalid="ignore"):  # 0/0 where no explosion could tell the arms apart
-            p = stats.logrank(_times(base), _times(other)).pvalue
+            p = scipy.stats.logrank(_times(base), _times(other)).pvalue
         return 1.0 if np.isnan(p) else float(p)
     if test == "permutation":
         return _permutation(base, other)
     step = _horizon(base, other)
     counts = [(k := _exploded_by(g, step), len(g) - k) for g in (base, other)]
-    return float(stats.fisher_exact(counts).pvalue)
+    return float(scipy.stats.fisher_exact(counts).pvalue)
 
 
 def _permutation(base: pd.DataFrame, other: pd.DataFrame) -> float:
@@ -348,7 +348,7 @@ def _permutation(base: pd.DataFrame, other: pd.DataFrame) -> float:
         with np.errstate(invalid="ignore"):  # 0/0 where no explosion could tell the arms apart
             return abs(np.nan_to_num((exploded[one].sum(-1) - mine @ share) / np.sqrt(variance)))
 
-    found = stats.permutation_test(
+    found = scipy.stats.permutation_test(
         np.split(np.arange(len(both)), [len(base)]), statistic, vectorized=True, batch=1_000,
         n_resamples=20_000, alternative="greater", random_state=0,
     )  # fmt: skip

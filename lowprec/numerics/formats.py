@@ -221,6 +221,11 @@ def round_to(x, fmt, rounding="nearest_even", generator=None, bits=None):
             return x.bfloat16().float()
         if sizes == (5, 10, "inf"):
             return x.half().float()
+        if x.device.type == "cpu" and sizes[:2] == (5, 2) and fmt.overflow != "nan":
+            x = x.clamp(-fmt.max, fmt.max) if fmt.overflow == "saturate" else x
+            return x.to(torch.float8_e5m2).float()
+        if x.device.type == "cpu" and fmt == E4M3.replace(overflow="saturate"):
+            return x.to(torch.float8_e4m3fn).float()
     return _round_by_scaling(x, fmt, rounding, bits)
 
 

@@ -180,7 +180,7 @@ class PrecisionPolicy(Spelled):
     field is. `str(policy)` is short, canonical and readable by `PrecisionPolicy.parse`.
     """
 
-    noun, example = "policy", "LOW+delta_from=o_fp32"
+    noun, example, presets = "policy", "LOW+delta_from=o_fp32", {}
 
     s: Site = "fp32"
     x: Site = "fp32"
@@ -217,6 +217,13 @@ class PrecisionPolicy(Spelled):
             raise UserError(f"policy field l_floor: {self.l_floor} must be finite, 0 (off) or more")
         if not abs(self.delta_bias) < float("inf"):
             raise UserError(f"policy field delta_bias: {self.delta_bias} must be finite; 0 is off")
+        if self.presets:  # else it is one of them
+            self._spell()
+
+    def _spell(self):
+        """Set `text`, what `str` gives: torch.compile takes it for a constant and guards it, and
+        cannot hand a policy on."""
+        object.__setattr__(self, "text", str(self))
 
     def _set(self, name, convert):
         try:
@@ -277,3 +284,5 @@ PRESETS = {
 NAMES = PRESETS | {"CLEAN": CLEAN, "SAFE": SAFE}
 """What `PrecisionPolicy.parse` starts from; `str` writes only the names in PRESETS."""
 PrecisionPolicy.presets, PrecisionPolicy.names = PRESETS, NAMES
+for policy in NAMES.values():
+    policy._spell()

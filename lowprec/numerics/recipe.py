@@ -5,13 +5,14 @@ few bits. For a layer y = x w its products and its Adam have these fields:
 
     x, w            operands of y = x w
     g_dx, w_dx      operands of dx = g w^T
-    x_dw, g_dw      operands of dw = x^T g
+    x_dw, g_dw      operands of dw = x^T g; g is cast once for both where its casts are equal
+    out             y, dx and dw, rounded once after their sums
     grad            the gradient of a weight, as Adam reads it
     m, v            Adam's moments, rounded once after each step
     master          the weight that the step changes, rounded after it
     step            which moments the step divides: "fresh", before their rounding, or "stored"
 
-Sums of products are FP32.
+Sums of products are FP32, until `out`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Recipe(Spelled):
     w_dx: Cast = Cast()
     x_dw: Cast = Cast()
     g_dw: Cast = Cast()
+    out: Cast = Cast()
     grad: Cast = Cast()
     m: Cast = Cast()
     v: Cast = Cast()
@@ -83,13 +85,15 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, w, casters):
         ctx.save_for_backward(x, w)
         ctx.casters = casters
-        return casters["x"](x) @ casters["w"](w)
+        return casters["out"](casters["x"](x) @ casters["w"](w))
 
     @staticmethod
     def backward(ctx, g):
         (x, w), cast = ctx.saved_tensors, ctx.casters
-        dx = cast["g_dx"](g) @ cast["w_dx"](w).mT
-        return dx, cast["x_dw"](x).mT @ cast["g_dw"](g), None
+        g_dx = cast["g_dx"](g)
+        g_dw = g_dx if cast["g_dx"].cast == cast["g_dw"].cast else cast["g_dw"](g)
+        dx, dw = g_dx @ cast["w_dx"](w).mT, cast["x_dw"](x).mT @ g_dw
+        return cast["out"](dx), cast["out"](dw), None
 
 
 def linear(x, w, casters):

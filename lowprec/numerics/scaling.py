@@ -19,13 +19,24 @@ Beyond the format's largest value its overflow rule holds (`e4m3_saturate`, `e4m
 group of zeros has s = 1 and stays zero; s is never below 2^-126. A group with an infinity or a NaN
 becomes NaN as a whole.
 
-Sources: Peng et al. 2023 and the code of MS-AMP (pow2), the OCP Microscaling specification (mx),
-Micikevicius et al. 2022 and Transformer Engine (delayed), the published kernels of COAT (expand),
-torchao (tensor, token, channel and block, times), the FP4 code of MS-AMP (up).
+A `LossRule` scales the loss instead, and so every gradient, until the weights' are divided by it.
+Its text is a number, for a scale that stays, or dynamic[,OPTION ...]:
+
+    from2^13        the first scale; 2^16 without it
+    every250        after so many steps without an overflow the scale doubles; 2000 without it
+    least2^7@100    from step 100 on the scale is at least 2^7, and so on for more of these
+
+An overflow is a gradient that is not finite. Its step is skipped and the scale, if dynamic, halved.
+
+Sources: the code of Apex (dynamic loss scales), Peng et al. 2023 and the code of MS-AMP (pow2), the
+OCP Microscaling specification (mx), Micikevicius et al. 2022 and Transformer Engine (delayed), the
+published kernels of COAT (expand), torchao (tensor, token, channel and block, times),
+the FP4 code of MS-AMP (up).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import deque
@@ -259,3 +270,135 @@ class Caster:
             top = torch.full_like(now, self.cast.fmt.max)
         self.seen.append(now)
         return scaled(x, self.cast, self.generator, top)
+
+
+# The scale of a loss
+
+LARGEST = 2.0**24
+"""The largest dynamic loss scale, Apex's."""
+PATIENCE = 50
+"""Steps skipped in a row with which a run has ended."""
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """How a loss scale moves; see the module's docstring for the text and its parts.
+
+    every: steps without an overflow until it doubles, 0 for a scale that stays. least: pairs of a
+    step and the smallest scale from then on, in order.
+    """
+
+    start: float = 1.0
+    every: int = 0
+    least: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self):
+        for scale in (self.start, *(scale for _, scale in self.least)):
+            if not 0 < scale <= LARGEST:
+                raise UserError(f"a loss scale of {scale:g} is not above 0 and at most 2^24")
+        if self.least and not self.every:
+            raise UserError("a loss scale that stays has no minimum; say dynamic, or leave it out")
+        if any(a >= b for (a, _), (b, _) in itertools.pairwise(self.least)):
+            raise UserError(f"the minima of {self} must begin one after the other")
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def parse(cls, text: str | LossRule) -> LossRule:
+        """Read "1", "2^13", "dynamic,every250,least2^7@0"; a LossRule passes through."""
+        if isinstance(text, LossRule):
+            return text
+        kind, *options = str(text).strip().split(",")
+        if kind != "dynamic":
+            if options:
+                raise UserError(f"loss scale {text!r}: only a dynamic one has options")
+            return cls(_number(kind))
+        fields, least = {"start": 2.0**16, "every": 2000}, []
+        for option in map(str.strip, options):
+            if found := re.fullmatch(r"from(\S+)", option):
+                fields["start"] = _number(found[1])
+            elif found := re.fullmatch(r"every([1-9]\d*)", option):
+                fields["every"] = int(found[1])
+            elif found := re.fullmatch(r"least(\S+)@(\d+)", option):
+                least.append((int(found[2]), _number(found[1])))
+            else:
+                raise UserError(f"unknown option {option!r}; take from2^13, every250, least2^7@100")
+        return cls(**fields, least=tuple(least))
+
+    def __str__(self) -> str:
+        if not self.every:
+            return _power(self.start)
+        options = [f"from{_power(self.start)}", f"every{self.every}"]
+        return ",".join(["dynamic", *options, *(f"least{_power(s)}@{t}" for t, s in self.least)])
+
+    def bottom(self, step: int) -> float:
+        """The smallest scale at a step."""
+        return max((scale for at, scale in self.least if at <= step), default=0.0)
+
+    def require(self, steps: int) -> None:
+        """Raise UserError for a minimum that a run of `steps` steps never comes to."""
+        for at, scale in self.least:
+            if at >= steps:
+                raise UserError(
+                    f"the minimum of {_power(scale)} begins at step {at}, and a run of {steps} "
+                    "steps never comes to it; shorten it"
+                )
+
+
+def _number(text: str) -> float:
+    """The number that "8192" or "2^13" says."""
+    if not (found := re.fullmatch(r"2\^(-?\d{1,3})|(\d+(?:\.\d+)?)", text.strip())):
+        raise UserError(f"{text!r} is no loss scale; write 2^13, 8192, or dynamic")
+    return 2.0 ** int(found[1]) if found[1] else float(found[2])
+
+
+def _power(scale: float) -> str:
+    part, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if part == 0.5 else f"{scale!r}"
+
+
+class LossScaler:
+    """A loss scale for each seed, moved by one rule.
+
+    scale: (seeds,) float32. skipped: (seeds,) steps that were. `ended` has for each seed None, or
+    where `PATIENCE` steps had been skipped in a row: "50 steps skipped, step 163".
+    """
+
+    def __init__(self, rule: LossRule | str, seeds: int = 1, device="cpu"):
+        self.rule, self.t = LossRule.parse(rule), 0
+        start = max(self.rule.start, self.rule.bottom(0))
+        self.scale = torch.full((seeds,), start, device=device)
+        self.good, self.bad, self.skipped = (
+            torch.zeros(seeds, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self.ended: list[str | None] = [None] * seeds
+
+    def accept(self, fine):
+        """Move the scale on. fine: (seeds,) whether all gradients of a seed are finite."""
+        self.t += 1
+        self.good, self.bad = (
+            torch.where(fine, self.good + 1, 0),
+            torch.where(fine, 0, self.bad + 1),
+        )
+        self.skipped += ~fine
+        for seed in (self.bad == PATIENCE).nonzero().flatten().tolist():
+            self.ended[seed] = self.ended[seed] or f"{PATIENCE} steps skipped, step {self.t}"
+        if every := self.rule.every:
+            grown = self.good == every
+            self.good = torch.where(grown, 0, self.good)
+            self.scale = torch.where(grown, 2 * self.scale, self.scale)
+            self.scale = torch.where(fine, self.scale, self.scale / 2)
+            self.scale = self.scale.clamp(self.rule.bottom(self.t), LARGEST)
+
+
+def flushed(exponents, fmt, scale: float = 1.0) -> float:
+    """The share of numbers that are zero in `fmt` after a multiplication with `scale`.
+
+    exponents: {exponent: count} of non-zero numbers, those from 2^e until 2^(e + 1) under e; scale:
+    a power of two. Exact but for numbers that are half of the format's smallest, which are counted
+    as kept. Raises UserError for a count of nothing.
+    """
+    counts = {int(e): int(n) for e, n in exponents.items()}
+    if not (whole := sum(counts.values())):
+        raise UserError("all these numbers are zero or not finite, so no share of them is flushed")
+    kept = math.log2(Format.parse(fmt).min_subnormal) - 1 - math.log2(scale)
+    return sum(n for e, n in counts.items() if e < kept) / whole

@@ -15,6 +15,7 @@ import io
 import re
 import tempfile
 from pathlib import Path
+from urllib.parse import quote
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -23,6 +24,7 @@ import pandas as pd
 from lowprec import UserError
 from lowprec.evidence.words import FIGURE_MIME, minus
 from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.publish.lean import lean
 from lowprec.records.files import repo_root
 
 COLOURS = {
@@ -65,8 +67,12 @@ STYLE = {
     **{f"axes.{part}": INK for part in ("edgecolor", "labelcolor", "titlecolor")},
 }
 
+LETTERS = str.maketrans("0123456789", "ghijklmnop")
+"""A name's hash as letters alone, with which an id begins."""
 MAX_CSV = 400_000
 """Bytes of CSV behind one figure."""
+COMMON = ",.-+:;/()*"
+"""What a table may have in an address as it is."""
 MIN_SCALE = 62
 """Pixels an inch below which a figure scrolls inside its own frame instead of shrinking: 11-point
 text is then 9.5 pixels high. A figure of 5.4 inches or less fits on a phone."""
@@ -240,7 +246,7 @@ def svg(fig, name: str, alt: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r"#(1a1a1a|000000)\b", "currentColor", text)
     text = text.replace("DejaVuSans-", "").replace("xlink:href", "href")
-    text = _short_ids(text, "i" + hashlib.sha1(name.encode()).hexdigest()[:5])
+    text = _short_ids(text, hashlib.sha1(name.encode()).hexdigest()[:5].translate(LETTERS))
     box = re.search(r'viewBox="[^"]+"', text)[0]
     width = float(box.split()[2])
     head = (
@@ -250,30 +256,17 @@ def svg(fig, name: str, alt: str) -> str:
         f'xmlns="http://www.w3.org/2000/svg">'
     )
     text = re.sub(r"<!--.*?-->", "", text[text.index(">") + 1 :], flags=re.DOTALL)
-    text = re.sub(r'\b(?:d|x|y)="[^"]*"|translate\([^)]*\)', lambda m: _short(m[0]), text)
-    # No blank line: one would end the HTML block when a page includes the figure.
-    return re.sub(r"\n\s*", "\n", head + text).strip()
+    return head + lean(text.removesuffix("</svg>\n")) + "</svg>"
 
 
 def _short_ids(text: str, name: str) -> str:
     """Ids that begin with a name, a figure's own on its page, for what is referred to and for texts
     outside cells; no ids for the rest, which are a tenth of a figure's bytes."""
     used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
-    new = {old: f"{name}-{i}" for i, old in enumerate(used)}
+    new = {old: f"{name}{i}" for i, old in enumerate(used)}
     new |= {old: f"{name}-{old}" for old in re.findall(r'\bid="(text_\d+)"', text)}
     text = re.sub(r'\s*\bid="([^"]+)"', lambda m: f' id="{new[m[1]]}"' if m[1] in new else "", text)
     return re.sub(r'(href="#|url\(#)([^")]+)', lambda m: m[1] + new[m[2]], text)
-
-
-def _short(places: str) -> str:
-    """Coordinates to a hundredth of a point, and the commands of a path without what is repeated.
-
-    They are a third of a figure's bytes; a pixel is many hundredths of a point.
-    """
-    places = re.sub(r"-?\d+\.\d+", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), places)
-    places = re.sub(r"\s*\b([MLQCz])\s*", r"\1", places)
-    # A line after a line, or after a move, needs no letter.
-    return re.sub(r"(?<=[ML])[-\d. ]+(?:L[-\d. ]+)+", lambda m: m[0].replace("L", " "), places)
 
 
 def png(fig, alt: str) -> bytes:
@@ -298,7 +291,7 @@ def _html(image: str, csv: bytes, about: dict, moving: str) -> str:
         else ""
     )
     badge = f"recorded on {about['hardware']}" if about["hardware"] else "computed on this page"
-    link = "data:text/csv;base64," + base64.b64encode(csv).decode()
+    link = "data:text/csv," + quote(csv, safe=COMMON)
     runs = ""
     if about["runs"]:
         count, *lines = (html.escape(line).replace("+", "<wbr/>+") for line in about["runs"])

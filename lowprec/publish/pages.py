@@ -363,11 +363,14 @@ def downloads(root: Path, executed) -> dict[Path, str]:
 
 
 def offered(text: str) -> str:
-    """An executed notebook as it is offered: each figure once, as a picture over its caption.
+    """An executed notebook as it is offered: each figure once, as a picture over its caption, and
+    each verdict at its output alone.
 
     The page has the figure in lines and its data, which is half of what the page is.
     """
     nb = json.loads(text)
+    for listed in ("verdicts", "figures", "facts"):
+        nb["metadata"].get("lowprec", {}).pop(listed, None)
     for cell in (cell for cell in nb["cells"] if "outputs" in cell):
         cell["outputs"] = [shown for output in cell["outputs"] for shown in _as_picture(output)]
     return json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"

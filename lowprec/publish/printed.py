@@ -190,7 +190,6 @@ def for_epub(text: str, folder: Path) -> str:
 
     def drawing(found: re.Match) -> str:
         svg = re.sub(r'\bhref="', 'xlink:href="', found[0])
-        svg = re.sub(r"<path (?![^>]*\bd=)", '<path d="M0 0" ', svg)  # that of a space
         svg = svg.replace("<svg", '<svg xmlns:xlink="http://www.w3.org/1999/xlink"', 1)
         name = f"{hashlib.sha256(svg.encode()).hexdigest()[:16]}.svg"
         (folder / name).write_text(svg)

@@ -6,12 +6,14 @@ replays, least over most to most over least. Everything is BF16 and causal.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 
 import pandas as pd
 
 from lowprec import UserError
 from lowprec.evidence.claims import Measured
+from lowprec.records.files import data_root
 from lowprec.studies import benchmark
 
 HALVES = ("forward", "backward")
@@ -53,6 +55,22 @@ def having(record: dict, has: Callable[[dict], bool]) -> tuple[str, dict | None]
         if has(other):
             return f"the record {name}", other
     return "none", None
+
+
+def in_models() -> dict:
+    """The newest record of `lowprec.studies.in_models` in data/benchmarks/models; {} if none."""
+    paths = sorted((data_root() / "benchmarks" / "models").glob("*.json"))
+    return json.loads(paths[-1].read_text()) if paths else {}
+
+
+def beside_stock(rows: list[dict], **columns: str) -> pd.DataFrame:
+    """What the drop-in takes over PyTorch's attention: for each model, padded or not, the ratio of
+    the numbers that `columns` rename. rows: "training" or "generation" of a record of models."""
+    keys = ["model", *(name for name in ("padded",) if name in rows[0])]
+    wide = pd.DataFrame(rows).pivot(index=keys, columns="attention", values=list(columns))
+    wide = wide.reindex(columns=pd.MultiIndex.from_product([columns, ("lowprec", "sdpa")]))
+    ratios = {new: wide[old]["lowprec"] / wide[old]["sdpa"] for old, new in columns.items()}
+    return pd.DataFrame(ratios)
 
 
 class Costs:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from lowprec.numerics.formats import round_to
+from lowprec.numerics.scaling import LossRule, LossScaler
 
 
 @dataclass(frozen=True)
@@ -75,32 +76,24 @@ def per_seed(flags, like):
     return flags.view(-1, *[1] * (like.ndim - 1))
 
 
-class LossScale:
+class LossScale(LossScaler):
     """One dynamic loss scale a seed, by the rule of torch.amp.GradScaler and with its defaults.
 
-    A step with a gradient that is not finite is skipped and halves the scale; 2,000 good steps in
-    a row double it. Off, the scale is 1 and no step is ever skipped.
+    Off, the scale is 1 and no step is ever skipped.
     """
 
     def __init__(self, seeds: int, on: bool, device="cpu", interval=2000):
-        self.on, self.interval = on, interval
-        self.scale = torch.full((seeds,), 2.0**16 if on else 1.0, device=device)
-        self.good = torch.zeros(seeds, dtype=torch.int64, device=device)
-        self.skipped = torch.zeros(seeds, dtype=torch.int64, device=device)
+        super().__init__(LossRule(2.0**16, interval) if on else LossRule(), seeds, device)
+        self.on = on
 
     def accept(self, grads):
         """Which seeds may take the step, (seeds,) bool; moves the scale on."""
-        ok = torch.ones_like(self.scale, dtype=torch.bool)
-        if not self.on:
-            return ok
-        for g in grads:
-            ok &= g.flatten(1).isfinite().all(1)
-        self.good = torch.where(ok, self.good + 1, 0)
-        grown = self.good == self.interval
-        self.scale = torch.where(ok, self.scale * torch.where(grown, 2.0, 1.0), self.scale * 0.5)
-        self.good = torch.where(grown, 0, self.good)
-        self.skipped += ~ok
-        return ok
+        fine = torch.ones_like(self.scale, dtype=torch.bool)
+        if self.on:
+            for g in grads:
+                fine &= g.flatten(1).isfinite().all(1)
+            super().accept(fine)
+        return fine
 
 
 class Optimiser:

@@ -58,7 +58,7 @@ class Dense(Digits):
 
     def logits(self, w, x, dot):
         hidden = (dot(x.flatten(2), w["up"]) + w["up_bias"]).relu()
-        return dot(hidden, w["down"]) + w["down_bias"]
+        return dot(hidden, w["down"], "logits") + w["down_bias"]
 
 
 TASKS = {"digits": Dense(), "text": Text(steps=300, seeds=16, first_seed=200)}

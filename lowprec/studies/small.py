@@ -149,8 +149,15 @@ class Text:
         parts = range(self.held // self.batch)
         return [data.batch(self.data[1], step, 0, self.batch, self.length) for step in parts]
 
-    def logits(self, w, tokens, dot):
-        """tokens: (seeds, batch, length) -> (seeds, batch · length, classes)"""
+    def mlp(self, x, w, i, dot):
+        return dot(F.gelu(dot(x, w[f"up{i}"])), w[f"down{i}"])
+
+    def logits(self, w, tokens, dot, mlp=None):
+        """tokens: (seeds, batch, length) -> (seeds, batch · length, classes)
+
+        mlp(x, w, layer, dot): what takes the place of each MLP.
+        """
+        mlp = mlp or self.mlp
         seeds, batch, length = tokens.shape
         table = w["token"]
         offset = torch.arange(seeds, device=tokens.device).view(-1, 1, 1) * table.shape[1]
@@ -169,7 +176,7 @@ class Text:
             p = s.masked_fill(hidden, -math.inf).softmax(-1)
             o = dot(p, v).transpose(2, 3).reshape(x.shape)
             x = x + dot(o, w[f"proj{i}"])
-            x = x + dot(F.gelu(dot(norm(x, f"norm_mlp{i}"), w[f"up{i}"])), w[f"down{i}"])
+            x = x + mlp(norm(x, f"norm_mlp{i}"), w, i, dot)
         return dot(norm(x, "norm"), table.mT, "logits")
 
 

@@ -8,6 +8,7 @@ import typing
 from dataclasses import dataclass, field
 
 from lowprec import UserError
+from lowprec.training.eight import recipe_of
 from lowprec.training.model import GPTConfig
 
 
@@ -73,6 +74,8 @@ class TrainConfig:
     """share of a head's channels that rotary positions turn"""
     rotary_base: float = 10000.0
     """of the angles of rotary positions"""
+    rotary: str = "FP32"
+    """where rotary positions round, e.g. CODE or FP32+cs=bf16, see `lowprec.numerics.rotation`"""
     unrotated_layers: tuple[int, ...] = ()
     """layers without positions among rotary ones"""
     norm: str = "layer"
@@ -113,6 +116,15 @@ class TrainConfig:
     """BF16 autocast outside attention, over FP32 weights; None means on CUDA; fp16 is FP16 autocast
     with a loss scale, which skips the steps whose gradient (grad_norm) is not finite"""
 
+    recipe: str = "FP32"
+    """casts of all products outside attention, their gradients and weights, as FP32+x=e5m2; it
+    needs amp=False"""
+    loss_scale: str | None = None
+    """a loss scale, as 2^13 or dynamic,every2000,least2^7@0; a step whose gradient is not finite is
+    skipped; None scales nothing and skips nothing"""
+    spurious: int = 0
+    """steps between two overflows that are put in, with a loss_scale; 0 puts in none"""
+
     def __post_init__(self):
         kinds = typing.get_type_hints(TrainConfig)
         for one in dataclasses.fields(self):
@@ -131,6 +143,7 @@ class TrainConfig:
             raise UserError(f"amp={self.amp!r} must be True (BF16), fp16, False or None")
         if any(not 0 <= step <= self.steps for step in self.weights_at):
             raise UserError(f"weights_at={self.weights_at} must be steps up to steps={self.steps}")
+        recipe_of(self)  # raises for what no run can cast
         self._check_captures()
 
     def _check_captures(self):
@@ -181,7 +194,8 @@ class TrainConfig:
 RANGES = (
     ("steps batch_size micro_batch probe_every lr_steps tile capture_keep",
      lambda x: x >= 1, "at least 1"),
-    ("warmup checkpoint_every capture_every stop_after_explosion", lambda x: x >= 0, "0 or more"),
+    ("warmup checkpoint_every capture_every stop_after_explosion spurious",
+     lambda x: x >= 0, "0 or more"),
     ("lr lr_end eps weight_decay logit_softcap",
      lambda x: 0 <= x < math.inf, "0 or more, and finite"),
     ("beta1 beta2", lambda x: 0 <= x < 1, "at least 0 and below 1"),

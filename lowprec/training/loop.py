@@ -31,9 +31,11 @@ from tqdm import tqdm
 
 from lowprec import UserError
 from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.numerics.recipe import Recipe
 from lowprec.records import files, runs
 from lowprec.training.config import TrainConfig
 from lowprec.training.data import shards as data
+from lowprec.training.eight import RuledScaler, put_into, recipe_of
 from lowprec.training.model import GPT, autocast
 from lowprec.training.recorder import Recorder
 from lowprec.training.specimens import Specimens
@@ -189,7 +191,12 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
     # finite stops all updates at once, without the host having to wait for each loss.
     broken = optimizer.found_inf = torch.zeros((), device=group.device)
     amp = on_gpu if config.amp is None else config.amp
-    scaler = loss_scaler(amp == "fp16", group, optimizer, broken)
+    recipe, draws = recipe_of(config), torch.Generator(group.device).manual_seed(config.seed)
+    put_into(model, recipe, draws)
+    if recipe == Recipe() and config.loss_scale is None:
+        scaler = loss_scaler(amp == "fp16", group, optimizer, broken)
+    else:
+        scaler = RuledScaler(recipe, config.loss_scale, config.spurious, broken, draws)
     recorder.restore(model, optimizer, scaler)
     if on_gpu if config.compile is None else config.compile:
         model.loss = torch.compile(model.loss)
@@ -236,7 +243,7 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
         if due or ((saving or stopping) and recorder.broken()):
             recorder.probe(model)
             progress.set_postfix_str(recorder.line(), refresh=False)
-            if (reason := recorder.should_stop()) is not None:
+            if (reason := recorder.should_stop() or getattr(scaler, "ended", None)) is not None:
                 break
             # Processes must agree; asking at every step would make them wait for each other.
             asked = torch.tensor(float(stop.is_set()), device=group.device)

@@ -22,6 +22,7 @@ from torch import nn
 from lowprec import UserError
 from lowprec.attention import PROBE_COLUMNS, attention
 from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.numerics.rotation import Rotation
 from lowprec.training.data.text import VOCABULARIES
 from lowprec.training.rotary import rotate, rotation
 
@@ -49,7 +50,8 @@ class GPTConfig:
         after it. It comes after qk_norm and before center_keys, which is the same softmax for this
         reason.
     rotary_share: of a head's channels that turn; rotary_base: of the angles; unrotated_layers:
-        those without rotation among rotary ones.
+        those without rotation among rotary ones. rotary: where that rotation rounds, as in "CODE"
+        or "FP32+cs=bf16" (`lowprec.numerics.rotation`).
     norm: "layer" or "rms" of the blocks' inputs and of the last output, with weights and no bias.
     mlp: "gelu", or "swiglu", silu(W_G x) times W_U x (Shazeer 2020); mlp_hidden: its width, None
         for 4 n_embd, or 8/3 n_embd up to a multiple of 64 with swiglu, which keeps its size.
@@ -75,6 +77,7 @@ class GPTConfig:
     positions: str = "learned"
     rotary_share: float = 1.0
     rotary_base: float = 10000.0
+    rotary: str = "FP32"
     unrotated_layers: tuple[int, ...] = ()
     norm: str = "layer"
     mlp: str = "gelu"
@@ -100,10 +103,12 @@ class GPTConfig:
 
     def _check_rotation(self):
         if self.positions != "rotary":
-            for name in ("rotary_share", "rotary_base", "unrotated_layers"):
+            for name in ("rotary_share", "rotary_base", "rotary", "unrotated_layers"):
                 if (value := getattr(self, name)) and value != getattr(GPTConfig, name):
                     raise UserError(f"{name} is of rotary positions; set positions=rotary")
             return
+        if not Rotation.parse(self.rotary).s.is_fp32:
+            raise UserError(f"rotary={self.rotary!r}: scores are attention's, set s in policy")
         turned = self.rotary_share * self.head_dim
         if not 0 < self.rotary_share <= 1 or abs(turned - self.rotated) > 1e-6 or self.rotated % 2:
             raise UserError(
@@ -141,7 +146,8 @@ class GPTConfig:
         """The table of `training.rotary` that a layer's q and k turn by; None where they do not."""
         if self.positions != "rotary" or layer in self.unrotated_layers:
             return None
-        return rotation(self.block_size, self.rotated, self.rotary_base)
+        how = Rotation.parse(self.rotary)
+        return rotation(self.block_size, self.rotated, self.rotary_base, how)
 
     def by_head(self, rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of W_QKV, or of its gradient, as W_Q (n_head, head_dim, n_embd), W_K and W_V
@@ -211,6 +217,7 @@ class Block(nn.Module):
         width, hidden, kind = config.n_embd, config.hidden, NORMS[config.norm]
         heads = config.n_head + 2 * config.kv_heads
         self.config, self.groups = config, config.groups(layer)
+        self.turning = Rotation.parse(config.rotary).turning
         self.norm_attn, self.norm_mlp = kind(width), kind(width)
         self.qkv = nn.Linear(width, heads * config.head_dim, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
@@ -223,9 +230,15 @@ class Block(nn.Module):
             self.gate = nn.Linear(width, width, bias=False)
         self.register_buffer("rotation", config.rotation(layer), persistent=False)
 
+    @staticmethod
+    def times(layer, x):
+        """The product of a linear layer, but the gate's; `lowprec.training.eight` puts another."""
+        return layer(x)
+
     def forward(self, x, probe=None, seed: int = 0):
         x = x + self.attend(self.norm_attn(x), probe, seed)
-        return x + self.down(self.activated(self.up(self.norm_mlp(x))))
+        up = self.times(self.up, self.norm_mlp(x))
+        return x + self.times(self.down, self.activated(up))
 
     def activated(self, x):
         if self.config.mlp == "gelu":
@@ -239,7 +252,7 @@ class Block(nn.Module):
         o = self.attention(q, k, v, probe, seed).transpose(1, 2).reshape(x.shape)
         if c.gate:
             o = o * torch.sigmoid(self.gate(x))
-        return self.proj(o)
+        return self.times(self.proj, o)
 
     def heads(self, x):
         """q (B, n_head, T, D), k, v (B, heads of keys, T, D) of the normalised input, as attention
@@ -248,11 +261,11 @@ class Block(nn.Module):
         width = c.kv_heads * c.head_dim
         q, k, v = (
             t.unflatten(2, (-1, c.head_dim)).transpose(1, 2)
-            for t in self.qkv(x).split([c.n_embd, width, width], dim=2)
+            for t in self.times(self.qkv, x).split([c.n_embd, width, width], dim=2)
         )
         if c.qk_norm:
             q, k = self.norm_q(q), self.norm_k(k)
-        q, k = rotate(q, self.rotation), rotate(k, self.rotation)
+        q, k = (rotate(t, self.rotation, how=self.turning) for t in (q, k))
         if c.center_keys:
             k = (k.float() - k.float().mean(2, keepdim=True)).to(k.dtype)
         return q, k, v
@@ -288,6 +301,9 @@ def take_heads(x, heads, n_head: int):
 class GPT(nn.Module):
     """The language model; `forward` returns the mean cross-entropy in nats."""
 
+    times = staticmethod(F.linear)
+    """What makes the logits, of the last norm's output and the embedding."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -318,7 +334,7 @@ class GPT(nn.Module):
         x = self.placed(x)
         for i, block in enumerate(self.blocks):
             x = block(x, None if probe is None else probe[i], seed * len(self.blocks) + i)
-        logits = F.linear(self.norm(x), self.token.weight).float()
+        logits = self.times(self.norm(x), self.token.weight).float()
         if self.config.logit_softcap:
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

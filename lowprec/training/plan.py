@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from lowprec import UserError, yaml_fault
+from lowprec import UserError, load_yaml, yaml_fault
 from lowprec.records.files import sha256
 
 KEYS = ("question", "predictions", "preset", "train", "arms")
@@ -99,7 +99,7 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
 def _read(path: Path) -> dict:
     """What a campaign file says, with all that a campaign needs."""
     try:
-        spec = yaml.load(path.read_text(), _Loader)
+        spec = load_yaml(path.read_text(), _Loader)
     except OSError:
         raise UserError(f"there is no campaign file {path}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -116,14 +116,13 @@ def _read(path: Path) -> dict:
     return spec
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """Refuses a name that stands twice in one mapping, of which YAML would take the last."""
 
-    def compose_mapping_node(self, anchor):
-        node = super().compose_mapping_node(anchor)
+    def construct_mapping(self, node, deep=False):
         keys = [key for key, _ in node.value]
         for i, key in enumerate(keys):
             if any(key.value == earlier.value for earlier in keys[:i]):
                 problem = f"{key.value} stands twice, again in line {key.start_mark.line + 1}"
-                raise yaml.composer.ComposerError(problem=problem)
-        return node
+                raise yaml.constructor.ConstructorError(problem=problem)
+        return super().construct_mapping(node, deep)

@@ -23,6 +23,7 @@ from lowprec.attention.kernels.rounding import (
 )
 from lowprec.attention.kernels.views import (
     keys_of,
+    of_head,
     queries_of,
     scale_of,
     scores,
@@ -344,12 +345,13 @@ def attention_bwd_dkdv_kernel(
     b_v = load_rows(p_v + batch * svb + head * svh, svt, o_k, n, c.d, c.even, c.native)
     b_dk = tl.full([c.bn, c.d], 0, tl.float32)
     b_dv = tl.full([c.bn, c.d], 0, tl.float32)
+    whole = view_of(mask, batch, 0, c)
     for i in range(c.group):
         reader = head * c.group + i
         row = (pid_bh.to(tl.int64) * c.group + i) * n_q
         p_q_head, p_do_head = p_q + batch * sqb + reader * sqh, p_do + batch * sdb + reader * sdh
         queries = (p_q_head, p_do_head, p_lse, p_delta, sqt, sdt, row, n_q)
-        view = view_of(mask, batch, reader, c)
+        view = of_head(whole, mask, reader)
         where = (n, scale, (seed, batch, reader), view)
         b_dk, b_dv = add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c)
     o_bh = batch * sgb + head * sgh

@@ -26,6 +26,16 @@ def view_of(mask, batch, head, c: tl.constexpr):
 
 
 @triton.jit
+def of_head(view, mask, head):
+    """The view of another head, from that of head 0. (In a loop Triton 3.6 loses the ones in a
+    tuple of arguments, so there `view_of` cannot unpack them.)"""
+    n_q, offset, lo, hi, p_dense, sdq, sdk, p_bias, sbq, sbk = view
+    p_dense += head * mask[5][1]
+    p_bias += head * mask[7][1]
+    return n_q, offset, lo, hi, p_dense, sdq, sdk, p_bias, sbq, sbk
+
+
+@triton.jit
 def visible(o_q, o_k, where, c: tl.constexpr):
     """Where a query sees a key; o_q and o_k broadcast to the block's shape. (Plain and causal: a
     key beyond the end is seen only by queries beyond the end, which are not stored.)"""
