@@ -712,3 +712,19 @@ def test_an_alarm_names_the_head_of_the_largest_error():
     assert "of all roundings 20 times" in said and f"The policy SAFE, {SAFE}, is for" in said
     calm = pd.DataFrame([well, well | dict(head=9, share=0.02, error=0.1)])
     assert "The largest share: in layer 1, head 9 the" in affected.verdict(calm)
+
+
+@pytest.mark.parametrize("elements", [2**12, 2**13, 2**20])
+def test_many_heads_at_once_give_what_one_by_one_do(elements, monkeypatch):
+    """As on a GPU: parts of two heads of keys, of some and of all, and many rows."""
+    g = torch.Generator().manual_seed(0)
+    q, do = (torch.randn(2, 6, 32, 16, generator=g).bfloat16().float() for _ in range(2))
+    k, v = (torch.randn(2, 3, 32, 16, generator=g).bfloat16().float() for _ in range(2))
+    given = (q, k, v, do, q, k, FA2, 0.25)
+    monkeypatch.setattr(measures, "ROWS", 8)
+    grads, seen = measures.backward(*given)
+    monkeypatch.setitem(measures.AT_ONCE, "cpu", elements)
+    assert len(list(measures.blocks(q, k))) < 6
+    again, same = measures.backward(*given)
+    for a, b in zip([*grads, *seen.values()], [*again, *same.values()], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

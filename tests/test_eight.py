@@ -183,6 +183,27 @@ def test_constants_of_the_library_are_near_what_is_drawn():
     assert found.loc["gelu", "plain out"] == pytest.approx(0.588, abs=0.01)
 
 
+def test_a_record_of_unit_scaling_is_what_was_trained(tmp_path, monkeypatch, capsys):
+    units = pytest.importorskip("lowprec.studies.units")
+    small = dict(steps=60, warmup=2, seeds=2, batch=2, width=8, length=8, layers=1, held=4)
+    monkeypatch.setitem(units.TASKS, "units-gpt", units.Net(**small))
+    runs = [("plain", "fp32", 0.001), ("unit", "fp32", 0.03), ("unit", "eight", 0.03)]
+    units.record(tmp_path, "units-gpt", runs)
+    found = units.read(tmp_path, "units-gpt")
+    assert found.cost("unit", "fp32").eq(0).all() and found.cost("unit", "eight").ne(0).all()
+    assert list(found.sizes("plain").index) == list(found.sizes("unit").index)
+    assert {rate for _, _, rate in units.arms("units-gpt")} == {
+        0.0003,
+        0.001,
+        0.003,
+        0.01,
+        0.03,
+        0.1,
+    }
+    with pytest.raises(UserError, match="there is no record units in"):
+        units.read(tmp_path)
+
+
 # The trainer
 
 TINY = dict(

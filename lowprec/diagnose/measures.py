@@ -50,7 +50,10 @@ SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
 BLOCKS = 16
 """Blocks of consecutive rows behind the interval of delta's bias."""
 ROWS = 128
-"""Rows that attention in float64 takes at a time."""
+"""Rows that attention in float64 takes at a time, at least."""
+AT_ONCE = {"cpu": 0, "cuda": 2**26}
+"""Elements of T x T matrices that are worked on together: those of one head of keys stay in a
+processor's cache, and a GPU would wait for the next call."""
 COLUMNS = {
     "layer": "counted from 0, as heads are",
     "head": "of queries",
@@ -150,11 +153,12 @@ def part_of(error, whole) -> torch.Tensor:
 
 def blocks(q, k):
     """Indices (sequence, heads of queries, heads of keys) of the parts of a call that are worked on
-    one by one: the T x T matrices of a few heads stay in a processor's cache."""
+    one by one."""
     group = q.shape[1] // k.shape[1]
+    heads = max(1, AT_ONCE.get(q.device.type, 0) // (group * q.shape[2] * k.shape[2]))
     for b in range(len(q)):
-        for h in range(k.shape[1]):
-            yield slice(b, b + 1), slice(h * group, (h + 1) * group), slice(h, h + 1)
+        for h in range(0, k.shape[1], heads):
+            yield slice(b, b + 1), slice(h * group, (h + heads) * group), slice(h, h + heads)
 
 
 @outside_autocast
@@ -225,8 +229,9 @@ def _exact(q, k, v, do, full_q, full_k, scale) -> SimpleNamespace:
     Rows are taken a few at a time with the keys that they see, for memory and half the time.
     """
     found = defaultdict(list)
-    for start in range(0, q.shape[2], ROWS):
-        part, seen = (..., slice(start, start + ROWS), slice(None)), slice(start + ROWS)
+    many = max(ROWS, AT_ONCE.get(q.device.type, 0) // (q.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], many):
+        part, seen = (..., slice(start, start + many), slice(None)), slice(start + many)
         keys, values, full_keys = (x[:, :, seen] for x in (k, v, full_k))
         s = _scores(q[part], keys, scale, start)
         m, p = s.amax(-1), s.softmax(-1)

@@ -68,6 +68,7 @@ def beside_stock(rows: list[dict], **columns: str) -> pd.DataFrame:
     the numbers that `columns` rename. rows: "training" or "generation" of a record of models."""
     keys = ["model", *(name for name in ("padded",) if name in rows[0])]
     wide = pd.DataFrame(rows).pivot(index=keys, columns="attention", values=list(columns))
+    wide = wide.reindex(columns=pd.MultiIndex.from_product([columns, ("lowprec", "sdpa")]))
     ratios = {new: wide[old]["lowprec"] / wide[old]["sdpa"] for old, new in columns.items()}
     return pd.DataFrame(ratios)
 

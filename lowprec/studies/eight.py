@@ -132,7 +132,7 @@ class _Seen(torch.autograd.Function):
         return g, None
 
 
-def train(task, arm: Arm, seeds, stop=None, watch=None):
+def train(task, arm: Arm, seeds, stop=None, watch=None, device="cpu"):
     """Train for all of `seeds`; equal starts and batches in every arm.
 
     stop: take only the first steps. watch(step, site, g): sees the gradient of each product's
@@ -152,13 +152,13 @@ def train(task, arm: Arm, seeds, stop=None, watch=None):
     recipe.require(task.steps)
     rule.require(task.steps)
     each = [task.init(torch.Generator().manual_seed(seed)) for seed in seeds]
-    weights = {name: torch.stack([w[name] for w in each]) for name in each[0]}
-    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.stack([w[name] for w in each]).to(device) for name in each[0]}
+    generator = torch.Generator(device).manual_seed(0)
     casters = recipe.casters(generator)
     big = {name for name, w in weights.items() if w[0].numel() >= SMALL}
     optimiser = Optimiser(list(weights.values()), task.first, task.second)
-    scale, curve, broken = LossScaler(rule, len(seeds)), [], [None] * len(seeds)
-    counts = {site: torch.zeros(2, len(seeds)) for site in ("logits", "inside")}
+    scale, curve, broken = LossScaler(rule, len(seeds), device), [], [None] * len(seeds)
+    counts = {site: torch.zeros(2, len(seeds), device=device) for site in ("logits", "inside")}
 
     def seen(step, site, g):
         if watch:
@@ -176,7 +176,7 @@ def train(task, arm: Arm, seeds, stop=None, watch=None):
             return _Seen.apply(linear(a, b, casters), functools.partial(seen, step, site))
 
         rows = zip(*(task.rows(step, seed) for seed in seeds), strict=True)
-        x, targets = map(torch.stack, rows)
+        x, targets = (torch.stack(parts).to(device) for parts in rows)
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
         logits = task.logits(leaves, x, dot)
         loss = losses(logits.detach(), targets)
@@ -200,7 +200,8 @@ def train(task, arm: Arm, seeds, stop=None, watch=None):
         for i, value in enumerate(loss.tolist()):
             if broken[i] is None and not math.isfinite(value):
                 broken[i] = f"loss not finite, step {step + 1}"
-    table = torch.stack(curve).double()
+    table = torch.stack(curve).double().cpu()
+    counts = {site: count.cpu() for site, count in counts.items()}
     squares = sum(weights[name].double().square().flatten(1).sum(1) for name in sorted(big))
     ends = pd.DataFrame({
         "seed": list(seeds),
@@ -208,9 +209,9 @@ def train(task, arm: Arm, seeds, stop=None, watch=None):
         "accuracy": _accuracy(task, weights, casters),
         "vanished": (counts["logits"][1] / counts["logits"][0]).numpy(),
         "vanished_inside": (counts["inside"][1] / counts["inside"][0]).numpy(),
-        "norm": squares.sqrt().numpy(),
-        "skipped": scale.skipped.numpy(),
-        "scale": scale.scale.numpy(),
+        "norm": squares.sqrt().cpu().numpy(),
+        "skipped": scale.skipped.cpu().numpy(),
+        "scale": scale.scale.cpu().numpy(),
         "ended": [a or b for a, b in zip(broken, scale.ended, strict=True)],
     })  # fmt: skip
     parts = [
@@ -231,11 +232,12 @@ def _pull(task, logits, targets, scale):
 @torch.no_grad()
 def _accuracy(task, weights, casters):
     right, batches = 0.0, task.held_out()
+    one = next(iter(weights.values()))
     for x, targets in batches:
-        x, targets = (t.expand(len(next(iter(weights.values()))), *t.shape) for t in (x, targets))
+        x, targets = (t.to(one.device).expand(len(one), *t.shape) for t in (x, targets))
         logits = task.logits(weights, x, lambda a, b, site=None: linear(a, b, casters))
         right = right + (logits.argmax(-1) == targets.flatten(1)).double().mean(1) / len(batches)
-    return right.numpy()
+    return right.cpu().numpy()
 
 
 class Exponents:

@@ -315,8 +315,10 @@ def command(study: str, doc: str, tasks, record) -> None:
     parser.add_argument("folder", type=Path, help="where the record goes")
     parser.add_argument("name", choices=tasks)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--device", help="cuda, for a study that trains on it")
     args = parser.parse_args()
-    record(args.folder, args.name, workers=args.workers)
+    device = {"device": args.device} if args.device else {}
+    record(args.folder, args.name, workers=args.workers, **device)
 
 
 def main() -> None:

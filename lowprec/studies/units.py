@@ -10,8 +10,9 @@ The record is made by
 
     python -m lowprec.studies.units data/studies/eight units
 
-in minutes of a core: the loss of each run (`units.parquet`), means over seeds and sizes of all
-tensors after training (`units.json`).
+in minutes of a core; `units-gpt --device cuda` makes that of a net 384 wide on a GPU. It holds the
+loss of each run (`units.parquet`), means over seeds and sizes of all tensors after training
+(`units.json`).
 """
 
 from __future__ import annotations
@@ -51,9 +52,13 @@ class Net(Text):
     classes: int | None = 256
     unit: bool = False
 
+    @property
+    def vocabulary(self) -> int:
+        return self.classes or 50257
+
     def init(self, generator):
         weights = super().init(generator)
-        weights["head"] = 0.02 * torch.randn(self.width, self.classes, generator=generator)
+        weights["head"] = 0.02 * torch.randn(self.width, self.vocabulary, generator=generator)
         if self.unit:
             same = torch.Generator().manual_seed(int(generator.initial_seed()))
             for name, w in weights.items():
@@ -71,7 +76,7 @@ class Net(Text):
         """tokens: (seeds, batch, length) -> (seeds, batch · length, classes)"""
         seeds, batch, length = tokens.shape
         rows = batch * length
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
         linear, product = (unit_linear, unit_product) if self.unit else (plain, plain)
         softmax, gelu = (U.softmax, U.gelu) if self.unit else (torch.softmax, F.gelu)
 
@@ -102,8 +107,8 @@ class Net(Text):
             up = linear(dot, norm(x, f"norm_mlp{i}"), w[f"up{i}"], f"up{i}")
             return linear(dot, gelu(up), w[f"down{i}"], f"down{i}")
 
-        table = parameter("token", rows / self.classes)
-        offset = torch.arange(seeds).view(-1, 1, 1) * self.classes
+        table = parameter("token", rows / self.vocabulary)
+        offset = torch.arange(seeds, device=tokens.device).view(-1, 1, 1) * self.vocabulary
         token = F.embedding(tokens + offset, table.flatten(0, 1))
         position = parameter("position", batch)[:, None].expand_as(token)
         x = (U.add(token, position) if self.unit else token + position).flatten(1, 2)
@@ -113,7 +118,7 @@ class Net(Text):
         x = norm(x, "norm")
         if not self.unit:
             return dot(x, w["head"], "logits")
-        x, head = scale_bwd(x, self.classes**-0.5), scale_bwd(w["head"], rows**-0.5)
+        x, head = scale_bwd(x, self.vocabulary**-0.5), scale_bwd(w["head"], rows**-0.5)
         return scale_fwd(dot(x, head, "logits"), self.width**-0.5)
 
 
@@ -133,7 +138,13 @@ def unit_product(dot, a, b, site):
     return scale_fwd(dot(scale_bwd(a, by), scale_bwd(b, by), site), by)
 
 
-TASKS = {"units": Net()}
+TASKS = {
+    "units": Net(),
+    "units-gpt": Net(
+        steps=600, warmup=60, seeds=3, classes=None, width=384, layers=6, heads=6, length=256,
+        batch=16, path="shards/pysource",
+    ),
+}  # fmt: skip
 _IN, _OUT = "e4m3_saturate", "e5m2_saturate{0}"
 EIGHT = f"FP32+x={_IN}+w={_IN}+g_dx={_OUT}+w_dx={_IN}+x_dw={_IN}+g_dw={_OUT}"
 RECIPES = {
@@ -145,16 +156,22 @@ RECIPES = {
 """Operands of products: as they are; E4M3, gradients E5M2, without a scale; the same with gradients
 rounded stochastically; and with a scale for each matrix that follows its largest number."""
 RATES = {"plain": (0.001, 0.003, 0.01), "unit": (0.01, 0.03, 0.1)}
+LOWER = {"plain": (0.0003, 0.001, 0.003), "unit": (0.01, 0.03, 0.1)}
 """Learning rates of the two parametrisations; with FP32 and seeds of a pilot, 9000 and 9001, the
-middle ones were best."""
-ARMS = [(kind, recipe, rate)
-        for kind, rates in RATES.items()
-        for recipe in RECIPES if kind == "plain" or recipe in ("fp32", "eight")
-        for rate in rates]  # fmt: skip
+middle ones were best. LOWER: those of the larger net."""
 
 
-def net(kind: str, rate: float) -> Net:
-    return dataclasses.replace(TASKS["units"], unit=kind == "unit", lr=rate)
+def arms(name: str) -> list[tuple[str, str, float]]:
+    """(parametrisation, recipe, rate) of every run of a task."""
+    rates = LOWER if name == "units-gpt" else RATES
+    return [(kind, recipe, rate)
+            for kind in rates
+            for recipe in RECIPES if kind == "plain" or recipe in ("fp32", "eight")
+            for rate in rates[kind]]  # fmt: skip
+
+
+def net(kind: str, rate: float, name: str = "units") -> Net:
+    return dataclasses.replace(TASKS[name], unit=kind == "unit", lr=rate)
 
 
 def sizes(task: Net, weights, seed: int) -> pd.Series:
@@ -168,7 +185,8 @@ def sizes(task: Net, weights, seed: int) -> pd.Series:
         y.register_hook(lambda g: found.update({f"{site} gradient": g}))
         return y
 
-    x, targets = (t[None] for t in task.rows(0, seed))
+    device = weights["head"].device
+    x, targets = (t[None].to(device) for t in task.rows(0, seed))
     leaves = {name: w[:1].detach().requires_grad_() for name, w in weights.items()}
     aim = task.objective(task.logits(leaves, x, dot), targets)
     grads = torch.autograd.grad(aim, list(leaves.values()))
@@ -226,7 +244,7 @@ class Record:
         """The loss by seed, at a rate or at the best of an arm, by its mean; what is worse than
         guessing guesses."""
         some = self.ends[self.ends.arm == f"{kind} {recipe}"]
-        guess = math.log(self.about["config"]["classes"])
+        guess = math.log(self.about["config"]["classes"] or 50257)
         some = some.assign(loss=some.loss.fillna(guess).clip(upper=guess))
         table = some.pivot(index="seed", columns="rate", values="loss")
         return table[rate or table.mean().idxmin()]
@@ -241,29 +259,30 @@ class Record:
         return pd.Series(found[kind], index=found["names"])
 
 
-def read(folder=None) -> Record:
+def read(folder=None, name: str = "units") -> Record:
     """The record; raises UserError if there is none."""
     folder = Path(folder) if folder else files.data_root() / "studies" / "eight"
-    if (found := load(folder, "units")) is None:
-        raise UserError(f"there is no record units in {folder}: make it as its study says")
+    if (found := load(folder, name)) is None:
+        raise UserError(f"there is no record {name} in {folder}: make it as its study says")
     return Record(*found)
 
 
-def record(folder, name: str = "units", some=None, workers=1) -> None:
-    """Train `some` of ARMS, by default all; write `units.json` and `units.parquet`.
+def record(folder, name: str = "units", some=None, workers=1, device="cpu") -> None:
+    """Train `some` of a task's `arms`, by default all; write `NAME.json` and `NAME.parquet`.
 
     workers: one, as all seeds of an arm are trained at once.
     """
     folder, start, task = Path(folder), time.monotonic(), TASKS[name]
-    about = new_record(folder, name, "cpu", "eight")
+    about = new_record(folder, name, device, "eight")
     seeds = range(task.first_seed, task.first_seed + task.seeds)
     ends, found = [], {}
     torch.set_num_threads(workers)
-    for kind, recipe, rate in some or ARMS:
-        task = net(kind, rate)
-        _, end, weights = train(task, Arm(RECIPES[recipe]), seeds)
+    every = some or arms(name)
+    for kind, recipe, rate in every:
+        task = net(kind, rate, name)
+        _, end, weights = train(task, Arm(RECIPES[recipe]), seeds, device=device)
         ends.append(end.assign(arm=f"{kind} {recipe}", rate=rate))
-        if recipe == "fp32" and rate == RATES[kind][1]:
+        if recipe == "fp32" and rate == sorted({r for k, _, r in every if k == kind})[-2:][0]:
             after = sizes(task, weights, seeds[0])
             found |= {"names": list(after.index), kind: [float(f"{x:.4g}") for x in after]}
         print(f"{kind} {recipe} {rate}: done", flush=True)

@@ -49,8 +49,8 @@ HARDWARE = {
             "dq": (64, 64, 4, 2, None), "dkdv": (32, 64, 4, 4, None),
         },
         256: {
-            "forward": (64, 64, 4, 2, None), "dq": (64, 32, 8, 2, None),
-            "dkdv": (32, 64, 8, 2, None),
+            "forward": (128, 32, 8, 3, None), "dq": (64, 64, 8, 2, None),
+            "dkdv": (64, 64, 8, 2, None),
         },
     },
 }  # fmt: skip
