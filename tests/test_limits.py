@@ -50,6 +50,7 @@ CONVERTED = [
     "eight_bits_without_a_scale",
     "which_small_parts",
     "one_loud_channel",
+    "four_bits_in_training",
     "four_bits_after_training",
     "two_attentions",
     "in_the_training_loop",

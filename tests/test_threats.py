@@ -34,7 +34,7 @@ ARITHMETIC = set(
     "gradient-equations gradient-row-sum gradient-row-sum-dp stabilised-exact stabilised-underflow "
     "bfloat-cast bfloat-trick-nan bfloat-product-once bfloat-product-equal "
     "addition-second-operand addition-worked-example addition-carry-quarter moments-criterion "
-    "moments-map parts-cumsum".split()
+    "moments-map parts-cumsum fourbits-speeds".split()
 )
 OTHER_OUTPUT = (
     ("mini", "o_fp32"), ("production", "fa2_o_fp32"), ("origin", "fa2_redrawn"),

@@ -49,8 +49,10 @@ class Format:
 
     def __post_init__(self):
         e, m = self.exponent_bits, self.significand_bits
-        # Up to 10 exponent bits every scaling below is exact in float64.
-        if not (2 <= e <= 10 and 1 <= m <= 52) and (e, m, self.overflow) != (11, 52, "inf"):
+        # Up to 10 exponent bits every scaling below is exact in float64. With one, and no special
+        # code, all numbers are equally spaced.
+        least = 1 if self.specials == "none" else 2
+        if not (least <= e <= 10 and 1 <= m <= 52) and (e, m, self.overflow) != (11, 52, "inf"):
             raise UserError(
                 f"Format {self.name} is out of range: take 2 to 10 exponent bits and 1 to 52 "
                 "significand bits, or fp64."
@@ -159,8 +161,10 @@ E4M3 = Format("e4m3fn", 4, 3, "nan", "nan")
 # With neither infinity nor NaN, saturation is all it can do. A NaN input stays NaN in the float
 # tensor that holds the result, although no code of E2M1 could store it.
 E2M1 = Format("e2m1", 2, 1, "saturate", "none")
+# Seven equal steps on either side of zero, as of a 4-bit integer with a sign.
+E1M2 = Format("e1m2", 1, 2, "saturate", "none")
 
-_KNOWN = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, E4M3, E5M2, E2M1)}
+_KNOWN = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, E4M3, E5M2, E2M1, E1M2)}
 _KNOWN |= {"float64": FP64, "float32": FP32, "bfloat16": BF16, "float16": FP16, "e4m3": E4M3}
 
 

@@ -13,6 +13,7 @@ FORMAT[:ROUNDING][@GROUP[,OPTION ...]] or FORMAT,OPTION:
     delayed16               max|x| is the largest of the 16 casts before; of the first, s is 1
     floor                   what would round to zero without being zero becomes the smallest code
     expand                  COAT: a group is raised to a power first, see `_expand`
+    up                      a tie goes toward +infinity, where nearest sends it to the even number
 
 Beyond the format's largest value its overflow rule holds (`e4m3_saturate`, `e4m3_nan`, ...). A
 group of zeros has s = 1 and stays zero; s is never below 2^-126. A group with an infinity or a NaN
@@ -29,7 +30,8 @@ An overflow is a gradient that is not finite. Its step is skipped and the scale,
 
 Sources: the code of Apex (dynamic loss scales), Peng et al. 2023 and the code of MS-AMP (pow2), the
 OCP Microscaling specification (mx), Micikevicius et al. 2022 and Transformer Engine (delayed), the
-published kernels of COAT (expand), torchao (tensor, token, channel and block, times).
+published kernels of COAT (expand), torchao (tensor, token, channel and block, times),
+the FP4 code of MS-AMP (up).
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ from typing import NamedTuple
 import torch
 
 from lowprec import UserError
-from lowprec.numerics.formats import FP32, Format, round_to
+from lowprec.numerics.formats import FP32, Format, round_to, ulp
 from lowprec.numerics.policy import Site
 
 TINY = 2.0**-126
 """The smallest normal FP32 number, below which no scale goes."""
-FLAGS = ("times", "floor", "expand")
+FLAGS = ("times", "floor", "expand", "up")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Cast:
     times: bool = False
     floor: bool = False
     expand: bool = False
+    up: bool = False
 
     def __post_init__(self):
         if not re.fullmatch(r"|tensor|token|channel|block[1-9]\d*", self.group):
@@ -87,6 +90,8 @@ class Cast:
             raise UserError(f"{self}: expand has a scale of its own; leave the other options out")
         if self.times and self.power == "mx":
             raise UserError(f"{self}: times and mx exclude each other")
+        if self.up and self.rounding != "nearest_even":
+            raise UserError(f"{self}: up is where a tie goes when rounding to nearest")
 
     @classmethod
     @lru_cache(maxsize=512)
@@ -200,6 +205,16 @@ def _expand(x, cast: Cast, top):
     return ((x / middle).abs() ** power).copysign(x), power, middle
 
 
+def tied(x, fmt: Format):
+    """Which elements of float32 x lie half way between two neighbours in `fmt`."""
+    return (x - round_to(x, fmt, "toward_zero")).abs() == ulp(x, fmt) / 2
+
+
+def _above(x, fmt: Format):
+    """The neighbour above each x, float32, that is no number of `fmt`."""
+    return torch.where(x < 0, round_to(x, fmt, "toward_zero"), round_to(x, fmt, "nearest_away"))
+
+
 def quantise(x, cast: Cast, generator=None, top=None) -> Quantised:
     """x (..., rows, columns), float32, as `cast` stores it.
 
@@ -217,6 +232,8 @@ def quantise(x, cast: Cast, generator=None, top=None) -> Quantised:
         scale = _scale(top, cast)
     small = grouped * scale if cast.times else grouped / scale
     codes = round_to(small, cast.fmt, cast.rounding, generator)
+    if cast.up:
+        codes = torch.where(tied(small, cast.fmt), _above(small, cast.fmt), codes)
     if cast.floor:
         least = torch.full_like(codes, cast.fmt.min_subnormal).copysign(grouped)
         codes = torch.where((codes == 0) & (grouped != 0), least, codes)
