@@ -140,9 +140,9 @@ from lowprec.attention.kernels import launch, rounding
 from lowprec.attention.masks import Mask
 from lowprec.numerics.policy import PrecisionPolicy
 
-class Hopper:
+class Target:
     get_current_device = get_current_stream = lambda self, *_: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_target = lambda self: GPUTarget("cuda", job["architecture"], 32)
 
 class Compiled:
     "Compiles a kernel for the arguments of its launch, and does not launch it."
@@ -150,20 +150,22 @@ class Compiled:
         self.kernel = kernel
     def __getitem__(self, grid):
         def launch(*args, **how):
-            asm = dict(self.kernel.warmup(*args, grid=grid, **how).asm)
+            made = self.kernel.warmup(*args, grid=grid, **how)
+            asm = dict(made.asm)
             with tempfile.NamedTemporaryFile() as file:  # asm["sass"] ends after 64 KiB
                 file.write(asm["cubin"])
                 file.flush()
                 command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
                 asm["sass"] = subprocess.run(command, capture_output=True, text=True).stdout
-            row = dict(kernel=self.kernel.__name__)
+            row = dict(kernel=self.kernel.__name__, shared=made.metadata.shared)
             for language, patterns in job["count"].items():
                 row |= {k: len(re.findall(p, asm[language])) for k, p in patterns.items()}
             rows.append(row)
         return launch
 
 job, rows = json.load(sys.stdin), []
-triton.runtime.driver.set_active(Hopper())
+launch.hopper = lambda: job["architecture"] == 90
+triton.runtime.driver.set_active(Target())
 launch.check_tensors = lambda *_: None  # the tensors are on the CPU
 for module in (launch.fwd, launch.bwd):
     for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -237,7 +239,8 @@ NATIVE = [
 
 def compiled(policy, tile, d, cache, **how):
     """(job, a row a kernel) of the kernels of a launch."""
-    job = dict(n=1024, head_dim=d, scale=d**-0.5, dtype="bfloat16", probe=True, heads=3, mask=None)
+    job = dict(n=1024, head_dim=d, scale=d**-0.5, dtype="bfloat16", probe=True, heads=3, mask=None,
+               architecture=90)  # fmt: skip
     job |= dict(policy=policy, tile=tile, count=COUNT) | how
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
@@ -289,6 +292,19 @@ def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
             assert row["exp2"] - row["fma"] in (2, 4) if fused else row["fma"] == 0, row
         else:
             assert row["FFMA"] == row["fma"] == fused * row["exp2"], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    "architecture,kib", [(80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)]
+)
+def test_a_block_fits_into_the_shared_memory(architecture, kib, d, dtype, tmp_path):
+    """kib: the most that one block may have, by the CUDA programming guide's table."""
+    how = dict(probe=False, architecture=architecture, dtype=dtype)
+    _, rows = compiled("SAFE", None, d, tmp_path, **how)
+    assert len(rows) == 3 and max(row["shared"] for row in rows) <= kib * 1024, rows
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

@@ -53,8 +53,16 @@ HARDWARE = {
             "dkdv": (64, 64, 8, 2, None),
         },
     },
+    "other": {
+        256: {
+            "forward": (64, 32, 8, 1, None), "dq": (32, 32, 8, 1, None),
+            "dkdv": (32, 32, 8, 1, None),
+        },
+    },
 }  # fmt: skip
-"""Chosen from the sweep that data/benchmarks/ records. Other architectures use sm_90's."""
+"""Chosen from the sweep that data/benchmarks/ records. Other architectures use sm_90's but for
+what stands under "other", which fits into the 99 KiB of shared memory that some of them have. There
+the kernels were compiled and not timed."""
 
 
 def check_supported(policy: PrecisionPolicy, tile: int | None = None) -> None:
@@ -106,6 +114,12 @@ def check_tensors(q, k, v, scale: float) -> None:
         )
 
 
+@functools.cache
+def hopper() -> bool:
+    """Whether the first GPU here is of the kind that the blocks were chosen on; True without one."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(0)[0] == 9
+
+
 @functools.lru_cache
 def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
     """{"p_bwd": code, ...} of the sites that a kernel rounds at."""
@@ -117,14 +131,15 @@ def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
     if not NATIVE:
         bm, bn, options = 128, 128, {}
     else:
-        table = HARDWARE["sm_90"]
+        table = HARDWARE["sm_90"] | ({} if hopper() else HARDWARE["other"])
         table = table[min(size for size in table if d <= size)]
         names = (f"{kernel} {tile}", f"{kernel} tiled", kernel) if tile else (kernel,)
         bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
         if dtype != torch.bfloat16:  # operands in several pieces need more of everything
             stages, registers = 1, None
-        if dtype == torch.float32 and d > 128:  # or shared memory does not hold three pieces
-            bm, bn = min(bm, 32), min(bn, 32)
+        if dtype == torch.float32 and d > (128 if hopper() else 64):  # three pieces must fit
+            most = 32 if hopper() or d <= 128 else 16
+            bm, bn = min(bm, most), min(bn, most)
         # Each product and each sum rounds on its own, as in the emulation.
         options = dict(num_warps=warps, num_stages=stages, enable_fp_fusion=False)
         if registers:
