@@ -116,7 +116,7 @@ def check_tensors(q, k, v, scale: float) -> None:
 
 @functools.cache
 def hopper() -> bool:
-    """Whether the first GPU here is of the kind that the blocks were chosen on; True without one."""
+    """Whether the first GPU here is of the kind that blocks were chosen on; True without one."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(0)[0] == 9
 
 
