@@ -67,7 +67,9 @@ class Record:
         gaps = self.loss[[arm, of]].sub(self.loss["fp32"], axis=0).to_numpy()
         rng = np.random.default_rng(0)
         means = gaps[rng.integers(len(gaps), size=(draws, len(gaps)))].mean(1)
-        low, high = np.quantile(means[:, 0] / means[:, 1], (0.025, 0.975))
+        with np.errstate(divide="ignore"):  # a draw of seeds without a gap has no share: infinite
+            shares = means[:, 0] / means[:, 1]
+        low, high = np.quantile(shares, (0.025, 0.975))
         return Estimate(gaps.mean(0)[0] / gaps.mean(0)[1], low, high)
 
 
