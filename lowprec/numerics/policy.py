@@ -284,5 +284,5 @@ PRESETS = {
 NAMES = PRESETS | {"CLEAN": CLEAN, "SAFE": SAFE}
 """What `PrecisionPolicy.parse` starts from; `str` writes only the names in PRESETS."""
 PrecisionPolicy.presets, PrecisionPolicy.names = PRESETS, NAMES
-for policy in NAMES.values():
-    policy._spell()
+for _named in NAMES.values():
+    _named._spell()

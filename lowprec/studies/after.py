@@ -37,11 +37,12 @@ import torch.nn.functional as F
 from lowprec import UserError, entry
 from lowprec.numerics.formats import round_to
 from lowprec.numerics.recipe import Adam
-from lowprec.records.files import data_root, repo_root
+from lowprec.records.files import data_root
 from lowprec.studies import dated
 from lowprec.studies.bits import cut
 from lowprec.studies.mixed_runs import learning_rate, losses
 from lowprec.studies.small import Text
+from lowprec.studies.smollm2 import text_of
 from lowprec.training.capture import Capture
 
 NF4 = (
@@ -220,15 +221,6 @@ def blocks(maps: dict, model: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _text(where: str) -> str:
-    package, _, name = where.partition("/")
-    spec = importlib.util.find_spec(package) if package != "book" else None
-    path = Path(spec.origin).parent / name if spec else repo_root() / where
-    if not path.is_file():
-        raise UserError(f"{path} is not there: install jinja2 3.1.6")
-    return path.read_text()
-
-
 @torch.no_grad()
 def _of_language() -> tuple[list, pd.DataFrame]:
     """SmolLM2-135M: distances by text, arm and temperature, and its blocks."""
@@ -239,7 +231,7 @@ def _of_language() -> tuple[list, pd.DataFrame]:
     maps = {n: m.weight for n, m in model.model.layers.named_modules()
             if isinstance(m, torch.nn.Linear)}  # fmt: skip
     whole = {n: w.data.clone() for n, w in maps.items()}
-    tokens = {name: torch.tensor(words(_text(where))["input_ids"][:TOKENS])
+    tokens = {name: torch.tensor(words(text_of(where))["input_ids"][:TOKENS])
               for name, where in TEXTS.items()}  # fmt: skip
 
     def logits(name):
@@ -279,7 +271,7 @@ def _of_encoder() -> tuple[pd.DataFrame, pd.DataFrame]:
     texts = {
         f"{name} {i}": torch.tensor(words.encode(part).ids)[None]
         for name, where in PARAGRAPHS.items()
-        for i, part in enumerate([p for p in _text(where).split("\n\n") if len(p) > 200][:EACH])
+        for i, part in enumerate([p for p in text_of(where).split("\n\n") if len(p) > 200][:EACH])
     }
     maps = {n: m.weight for n, m in model.encoder.named_modules()
             if isinstance(m, torch.nn.Linear)}  # fmt: skip

@@ -23,18 +23,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.util
-from pathlib import Path
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from lowprec import UserError, entry
+from lowprec import entry
 from lowprec.numerics.rotation import COUNTING, PRESETS, Rotation
-from lowprec.records.files import repo_root
 from lowprec.studies import dated
 from lowprec.studies.bits import cut
+from lowprec.studies.smollm2 import text_of
 from lowprec.training.config import LLAMA
 from lowprec.training.model import GPT, GPTConfig
 from lowprec.training.rotary import rotate, rotation, rounded
@@ -200,15 +198,6 @@ def unturned(model: GPT, tokens):
 # Tables
 
 
-def _text(where: str) -> str:
-    package, _, name = where.partition("/")
-    spec = importlib.util.find_spec(package) if package != "book" else None
-    path = Path(spec.origin).parent / name if spec else repo_root() / where
-    if not path.is_file():
-        raise UserError(f"{path} is not there: install jinja2 3.1.6")
-    return path.read_text()
-
-
 def _of_losses(model, texts, long) -> pd.DataFrame:
     """Loss by text and arm, in nats: of all tokens, and of those from token 257 on."""
     rows = []
@@ -309,7 +298,7 @@ def measure(shift: int = SHIFT) -> dict[str, pd.DataFrame]:
     def tokens(texts, count):
         found = {}
         for name, where in texts.items():
-            text = _text(where)
+            text = text_of(where)
             found[name] = torch.tensor(words(text)["input_ids"][: count + 1])
             print(name, hashlib.sha256(text.encode()).hexdigest(), len(found[name]), flush=True)
         return found

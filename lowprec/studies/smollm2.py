@@ -12,6 +12,7 @@ python -m lowprec.studies.smollm2 --captures FOLDER         what data/captures/s
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import lzma
 from pathlib import Path
 
@@ -46,6 +47,16 @@ def text() -> str:
     root = files.repo_root()
     parts = (files.data_root() / "corpora" / "smoke.LICENSE.txt", root / "LICENSE")
     return "\n".join(path.read_text() for path in parts)
+
+
+def text_of(where: str) -> str:
+    """A text that models are judged on: "PACKAGE/FILE" of an installed package, or "book/FILE"."""
+    package, _, name = where.partition("/")
+    spec = importlib.util.find_spec(package) if package != "book" else None
+    path = Path(spec.origin).parent / name if spec else files.repo_root() / where
+    if not path.is_file():
+        raise UserError(f"{path} is not there: install jinja2 3.1.6")
+    return path.read_text()
 
 
 def _folder() -> Path:
