@@ -163,7 +163,7 @@ def test_stochastic_backward_regenerates_the_forward():
             "roundings cannot be set; use policy=FA2",
         ),
         (dict(policy=LOW, impl="cudnn"), "cudnn"),
-        (dict(policy=LOW.replace(x="e4m3fn"), impl="triton"), "x=e4m3fn"),
+        (dict(policy=LOW.replace(x="e5m9"), impl="triton"), "x=e5m9"),
         (dict(policy=LOW, impl="triton", tile=48), "tile=48"),
         (dict(policy=LOW, probe=torch.zeros(1, 3)), "probe"),
         (dict(impl="emulate", tile=2.5), "tile=2.5"),

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from lowprec import UserError
 from lowprec.attention.kernels import backward as bwd
 from lowprec.attention.kernels import forward as fwd
-from lowprec.attention.kernels.rounding import Constants, redrawn_code, site_code
+from lowprec.attention.kernels.rounding import Code, Constants, redrawn_code, site_code
 from lowprec.attention.masks import Mask
 from lowprec.numerics.policy import DITHER, SITES, PrecisionPolicy
 
@@ -121,7 +121,7 @@ def hopper() -> bool:
 
 
 @functools.lru_cache
-def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
+def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, Code | int]:
     """{"p_bwd": code, ...} of the sites that a kernel rounds at."""
     return {name: site_code(policy, name) for name in sites}
 

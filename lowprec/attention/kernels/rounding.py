@@ -1,7 +1,7 @@
 """What every attention kernel shares: rounding sites, random words, matrix products, tiles.
 
-A site reaches a kernel as one integer, `site_code`; 0 is FP32, which rounds nothing. Numbers are
-rounded as in `lowprec.numerics.formats.round_to`, on the bits of the FP32 pattern.
+A site reaches a kernel as a `Code`; 0 is FP32, which rounds nothing. Numbers are rounded as in
+`lowprec.numerics.formats.round_to`, on the bits of the FP32 pattern.
 
 The same source runs under Triton's CPU interpreter, whose BF16 arithmetic is wrong: with
 NATIVE=False values are FP32 as soon as they are loaded, rounded with integer operations on their
@@ -12,18 +12,35 @@ Names: p_* pointers, o_* offsets, m_* masks, b_* block values; BM queries, BN ke
 with a row and a column.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
 
 from lowprec import UserError
-from lowprec.numerics.formats import FP16, ROUNDINGS
+from lowprec.numerics.formats import BF16, FP16, ROUNDINGS
 from lowprec.numerics.policy import REDRAW, SITES, PrecisionPolicy
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, STOCHASTIC = map(tl.constexpr, range(4))  # ROUNDINGS
-HALF = tl.constexpr(1 << 7)  # the flag of FP16 in a code
+
+
+@dataclass(frozen=True)
+class Code:
+    """A rounding site as a kernel knows it.
+
+    stream: place in `SITES`, or beyond; mode: place in ROUNDINGS; bits: stored significand bits.
+    emin to overflow, as of a `Format`, are those of formats with a range of their own; the others
+    have 8 exponent bits.
+    """
+
+    stream: int
+    mode: int
+    bits: int
+    emin: int
+    emax: int
+    max: float
+    overflow: str
 
 
 @dataclass(frozen=True)
@@ -57,19 +74,19 @@ class Constants:
     dense: bool = False
     bias: bool = False
     direct: bool = False
-    s: int = 0
-    x: int = 0
-    p: int = 0
-    l: int = 0  # noqa: E741
-    o_acc: int = 0
-    o: int = 0
-    dodo: int = 0
-    dp: int = 0
-    p_bwd: int = 0
-    ds: int = 0
-    dq_acc: int = 0
-    dkdv_acc: int = 0
-    redrawn: int = 0
+    s: Code | int = 0
+    x: Code | int = 0
+    p: Code | int = 0
+    l: Code | int = 0  # noqa: E741
+    o_acc: Code | int = 0
+    o: Code | int = 0
+    dodo: Code | int = 0
+    dp: Code | int = 0
+    p_bwd: Code | int = 0
+    ds: Code | int = 0
+    dq_acc: Code | int = 0
+    dkdv_acc: Code | int = 0
+    redrawn: Code | int = 0
     l_from: str = "p_unnorm"
     l_floor: float = 0.0
     shift: str = "none"
@@ -87,8 +104,8 @@ class Constants:
     probe: bool = False
 
 
-def site_code(policy: PrecisionPolicy, name: str) -> int:
-    """Site `name` as a constexpr: index << 16 | mode << 8 | (FP16 flag or significand bits).
+def site_code(policy: PrecisionPolicy, name: str) -> Code | int:
+    """Site `name` as a constexpr; 0 is FP32.
 
     Raises `UserError`, naming the field, for a format that the kernels do not have.
     """
@@ -96,22 +113,23 @@ def site_code(policy: PrecisionPolicy, name: str) -> int:
     if site.is_fp32:
         return 0
     fmt = site.fmt
-    if fmt == FP16:
-        kind = HALF.value
-    elif fmt.exponent_bits == 8 and fmt.significand_bits < 23 and fmt.overflow == "inf":
-        kind = fmt.significand_bits
-    else:
+    wide = fmt.exponent_bits == 8 and fmt.significand_bits < 23 and fmt.overflow == "inf"
+    small = fmt.exponent_bits < 8 and fmt.within(BF16)
+    if not (wide or small or fmt.replace(overflow="inf") == FP16):
         raise UserError(
             f"the Triton kernels do not honour policy field {name}={site}: a site there is fp32, "
-            f"fp16, bf16 or e8mX with X below 23; use impl='emulate'"
+            "fp16, bf16, e8mX with X below 23, or eXmY with X and Y up to 7; use impl='emulate'"
         )
-    return SITES.index(name) << 16 | ROUNDINGS.index(site.rounding) << 8 | kind
+    return Code(
+        SITES.index(name), ROUNDINGS.index(site.rounding), fmt.significand_bits, fmt.emin,
+        fmt.emax, fmt.max, fmt.overflow,
+    )  # fmt: skip
 
 
-def redrawn_code(policy: PrecisionPolicy) -> int:
+def redrawn_code(policy: PrecisionPolicy) -> Code | int:
     """The code of o's format, stochastic, with the random words of delta_from="o_redrawn"."""
     code = site_code(policy, "o")
-    return code and REDRAW << 16 | ROUNDINGS.index("stochastic") << 8 | code & 255
+    return code and replace(code, stream=REDRAW, mode=ROUNDINGS.index("stochastic"))
 
 
 @triton.jit
@@ -136,31 +154,38 @@ def round_wide(x, bits, word, MODE: tl.constexpr, DROP: tl.constexpr):
 
 
 @triton.jit
-def round_half(x, bits, word, MODE: tl.constexpr):
-    """FP16 by any mode: below 2^-14 its spacing is 2^-24, above 65504 is infinity."""
-    y = tl.abs(round_wide(x, bits, word, MODE, 13))
-    scaled = tl.abs(x) * 16777216.0
-    integer = tl.floor(scaled)
-    fraction = scaled - integer
-    if MODE == NEAREST_EVEN:
-        odd = integer - 2 * tl.floor(integer * 0.5)
-        up = (fraction > 0.5) | ((fraction == 0.5) & (odd == 1))
-    elif MODE == NEAREST_AWAY:
-        up = fraction >= 0.5
-    elif MODE == STOCHASTIC:
-        part = fraction * 4294967296.0
-        part = tl.where(part < 8388608.0, tl.floor(part + 0.5), part)  # to the nearest 2^-32
-        up = part.to(tl.int64) + word.to(tl.int64) >= 4294967296
+def round_small(x, bits, word, CODE: tl.constexpr):
+    """A format with a range of its own: |x| to a multiple of its ulp, then what lies beyond max."""
+    MODE: tl.constexpr = CODE.mode
+    LEAST: tl.constexpr = (CODE.emin + 127) << 23
+    MOST: tl.constexpr = (CODE.emax + 127) << 23
+    power = tl.minimum(tl.maximum(bits & 0x7F800000, LEAST), MOST)  # at |x|, as FP32 stores it
+    size = tl.abs(x)
+    if MODE == NEAREST_EVEN:  # the sum has the ulp wanted, and the processor rounds it
+        large = (power + ((23 - CODE.bits) << 23)).to(tl.float32, bitcast=True)
+        y = (size + large) - large
     else:
-        up = fraction < 0
-    small = (integer + up.to(tl.float32)) * 5.9604644775390625e-08
-    y = tl.where(tl.abs(x) < 6.103515625e-05, small, y)
+        ulp = power - (CODE.bits << 23)
+        scaled = size * ((254 << 23) - ulp).to(tl.float32, bitcast=True)
+        integer = tl.floor(scaled)
+        fraction = scaled - integer
+        if MODE == NEAREST_AWAY:
+            up = fraction >= 0.5
+        elif MODE == STOCHASTIC:
+            part = fraction * 4294967296.0
+            part = tl.where(part < 8388608.0, tl.floor(part + 0.5), part)  # to the nearest 2^-32
+            up = part.to(tl.int64) + word.to(tl.int64) >= 4294967296
+        else:
+            up = fraction < 0
+        y = (integer + up.to(tl.float32)) * ulp.to(tl.float32, bitcast=True)
     if MODE == TOWARD_ZERO:
-        y = tl.where(tl.abs(x) == float("inf"), y, tl.minimum(y, 65504.0))
+        y = tl.where(size < float("inf"), tl.minimum(y, CODE.max), size)
+    if CODE.overflow == "saturate":
+        y = tl.where(y > CODE.max, CODE.max, y)
     else:
-        y = tl.where(y > 65504.0, float("inf"), y)
+        y = tl.where(y > CODE.max, float(CODE.overflow), y)
     signed = y.to(tl.uint32, bitcast=True) | ((bits >> 31) << 31)  # -y would be 0 - y: +0 for 0
-    return tl.where(x == x, signed.to(tl.float32, bitcast=True), x)
+    return signed.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -182,44 +207,49 @@ def round_bf16_native(x):
 @triton.jit
 def round_site(x, CODE: tl.constexpr, who, o_row, o_col, NATIVE: tl.constexpr):
     """x as the site of that code stores it; o_row and o_col broadcast to x's shape."""
-    MODE: tl.constexpr = (CODE >> 8) & 255
-    KIND: tl.constexpr = CODE & 255
     if CODE == 0:
         y = x
-    elif NATIVE and MODE == NEAREST_EVEN and KIND == 7:
-        y = round_bf16_native(x)
-    elif NATIVE and MODE == NEAREST_EVEN and KIND == HALF:
-        y = x.to(tl.float16).to(tl.float32)
     else:
-        bits = x.to(tl.uint32, bitcast=True)
-        word = bits
-        if MODE == STOCHASTIC:
-            word = random_words(who, CODE >> 16, o_row, o_col)
-        if KIND == HALF:
-            y = round_half(x, bits, word, MODE)
+        MODE: tl.constexpr = CODE.mode
+        WIDE: tl.constexpr = CODE.emin == -126
+        HALF: tl.constexpr = CODE.bits == 10 and CODE.emin == -14
+        if NATIVE and MODE == NEAREST_EVEN and WIDE and CODE.bits == 7:
+            y = round_bf16_native(x)
+        elif NATIVE and MODE == NEAREST_EVEN and HALF and CODE.overflow == "inf":
+            y = x.to(tl.float16).to(tl.float32)
         else:
-            y = round_wide(x, bits, word, MODE, 23 - KIND)
+            bits = x.to(tl.uint32, bitcast=True)
+            word = bits
+            if MODE == STOCHASTIC:
+                word = random_words(who, CODE.stream, o_row, o_col)
+            if WIDE:
+                y = round_wide(x, bits, word, MODE, 23 - CODE.bits)
+            else:
+                y = round_small(x, bits, word, CODE)
     return y
 
 
 @triton.jit
 def round_bf16(x, NATIVE: tl.constexpr):
     """FP32 value nearest to x among BF16 numbers, ties to even."""
-    return round_site(x, 7, 0, 0, 0, NATIVE)
+    if NATIVE:
+        y = round_bf16_native(x)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        y = round_wide(x, bits, bits, NEAREST_EVEN, 16)
+    return y
 
 
 @triton.jit
 def operand(x, CODE: tl.constexpr, who, o_row, o_col, NATIVE: tl.constexpr):
     """x rounded by its site for `dot`: in the 16-bit type that holds the numbers, if one does."""
-    KIND: tl.constexpr = CODE & 255
-    MODE: tl.constexpr = (CODE >> 8) & 255
     if not NATIVE or CODE == 0:
         y = round_site(x, CODE, who, o_row, o_col, NATIVE)
-    elif KIND == 7 and MODE == NEAREST_EVEN:
+    elif CODE.emin == -126 and CODE.bits == 7 and CODE.mode == NEAREST_EVEN:
         y = x.to(tl.bfloat16)
-    elif KIND <= 7:
+    elif CODE.bits <= 7:
         y = round_site(x, CODE, who, o_row, o_col, NATIVE).to(tl.bfloat16)
-    elif KIND == HALF:
+    elif CODE.bits == 10 and CODE.emin == -14:
         y = round_site(x, CODE, who, o_row, o_col, NATIVE).to(tl.float16)
     else:
         y = round_site(x, CODE, who, o_row, o_col, NATIVE)
