@@ -121,7 +121,7 @@ def hopper() -> bool:
 
 
 @functools.lru_cache
-def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, Code | int]:
+def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, Code]:
     """{"p_bwd": code, ...} of the sites that a kernel rounds at."""
     return {name: site_code(policy, name) for name in sites}
 

@@ -12,7 +12,9 @@ Names: p_* pointers, o_* offsets, m_* masks, b_* block values; BM queries, BN ke
 with a row and a column.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
+from typing import Self
 
 import triton
 import triton.language as tl
@@ -23,24 +25,37 @@ from lowprec.numerics.policy import REDRAW, SITES, PrecisionPolicy
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, STOCHASTIC = map(tl.constexpr, range(4))  # ROUNDINGS
+OVERFLOWS = ("inf", "nan", "saturate")
+INF, NAN, SATURATE = map(tl.constexpr, range(3))  # OVERFLOWS
 
 
-@dataclass(frozen=True)
-class Code:
-    """A rounding site as a kernel knows it.
+class Code(int):
+    """A rounding site as a kernel knows it: one integer, whose bytes are its attributes. (Triton
+    hands numbers on from one function to the next, and not every object.)
 
-    stream: place in `SITES`, or beyond; mode: place in ROUNDINGS; bits: stored significand bits.
-    emin to overflow, as of a `Format`, are those of formats with a range of their own; the others
-    have 8 exponent bits.
+    stream: place in SITES, or beyond; mode: place in ROUNDINGS; bits: stored significand bits;
+    emin, emax: exponents of the smallest and largest normal number; unused: codes above the largest
+    number in its binade; beyond: place in OVERFLOWS of what becomes of larger ones.
     """
 
-    stream: int
-    mode: int
-    bits: int
-    emin: int
-    emax: int
-    max: float
-    overflow: str
+    BYTES = ("bits", "mode", "stream", "emin", "emax", "unused", "beyond")
+
+    @classmethod
+    def of(cls, **parts: int) -> Self:
+        return cls(sum((parts[name] & 255) << 8 * i for i, name in enumerate(cls.BYTES)))
+
+    def __getattr__(self, name: str) -> int:
+        if name not in self.BYTES:
+            raise AttributeError(name)
+        byte = int(self) >> 8 * self.BYTES.index(name) & 255
+        return byte - 256 * (byte > 127)
+
+    @property
+    def max(self) -> float:
+        return math.ldexp(2 - self.unused * 2.0**-self.bits, self.emax)
+
+    def replace(self, **parts: int) -> Self:
+        return Code.of(**{name: getattr(self, name) for name in self.BYTES} | parts)
 
 
 @dataclass(frozen=True)
@@ -74,19 +89,19 @@ class Constants:
     dense: bool = False
     bias: bool = False
     direct: bool = False
-    s: Code | int = 0
-    x: Code | int = 0
-    p: Code | int = 0
-    l: Code | int = 0  # noqa: E741
-    o_acc: Code | int = 0
-    o: Code | int = 0
-    dodo: Code | int = 0
-    dp: Code | int = 0
-    p_bwd: Code | int = 0
-    ds: Code | int = 0
-    dq_acc: Code | int = 0
-    dkdv_acc: Code | int = 0
-    redrawn: Code | int = 0
+    s: Code = Code()
+    x: Code = Code()
+    p: Code = Code()
+    l: Code = Code()  # noqa: E741
+    o_acc: Code = Code()
+    o: Code = Code()
+    dodo: Code = Code()
+    dp: Code = Code()
+    p_bwd: Code = Code()
+    ds: Code = Code()
+    dq_acc: Code = Code()
+    dkdv_acc: Code = Code()
+    redrawn: Code = Code()
     l_from: str = "p_unnorm"
     l_floor: float = 0.0
     shift: str = "none"
@@ -104,14 +119,14 @@ class Constants:
     probe: bool = False
 
 
-def site_code(policy: PrecisionPolicy, name: str) -> Code | int:
+def site_code(policy: PrecisionPolicy, name: str) -> Code:
     """Site `name` as a constexpr; 0 is FP32.
 
     Raises `UserError`, naming the field, for a format that the kernels do not have.
     """
     site = getattr(policy, name)
     if site.is_fp32:
-        return 0
+        return Code()
     fmt = site.fmt
     wide = fmt.exponent_bits == 8 and fmt.significand_bits < 23 and fmt.overflow == "inf"
     small = fmt.exponent_bits < 8 and fmt.within(BF16)
@@ -120,16 +135,17 @@ def site_code(policy: PrecisionPolicy, name: str) -> Code | int:
             f"the Triton kernels do not honour policy field {name}={site}: a site there is fp32, "
             "fp16, bf16, e8mX with X below 23, or eXmY with X and Y up to 7; use impl='emulate'"
         )
-    return Code(
-        SITES.index(name), ROUNDINGS.index(site.rounding), fmt.significand_bits, fmt.emin,
-        fmt.emax, fmt.max, fmt.overflow,
+    return Code.of(
+        stream=SITES.index(name), mode=ROUNDINGS.index(site.rounding), bits=fmt.significand_bits,
+        emin=fmt.emin, emax=fmt.emax, unused=2 if fmt.specials == "nan" else 1,
+        beyond=OVERFLOWS.index(fmt.overflow),
     )  # fmt: skip
 
 
-def redrawn_code(policy: PrecisionPolicy) -> Code | int:
+def redrawn_code(policy: PrecisionPolicy) -> Code:
     """The code of o's format, stochastic, with the random words of delta_from="o_redrawn"."""
     code = site_code(policy, "o")
-    return code and replace(code, stream=REDRAW, mode=ROUNDINGS.index("stochastic"))
+    return code and code.replace(stream=REDRAW, mode=ROUNDINGS.index("stochastic"))
 
 
 @triton.jit
@@ -180,10 +196,12 @@ def round_small(x, bits, word, CODE: tl.constexpr):
         y = (integer + up.to(tl.float32)) * ulp.to(tl.float32, bitcast=True)
     if MODE == TOWARD_ZERO:
         y = tl.where(size < float("inf"), tl.minimum(y, CODE.max), size)
-    if CODE.overflow == "saturate":
+    if CODE.beyond == SATURATE:
         y = tl.where(y > CODE.max, CODE.max, y)
+    elif CODE.beyond == NAN:
+        y = tl.where(y > CODE.max, float("nan"), y)
     else:
-        y = tl.where(y > CODE.max, float(CODE.overflow), y)
+        y = tl.where(y > CODE.max, float("inf"), y)
     signed = y.to(tl.uint32, bitcast=True) | ((bits >> 31) << 31)  # -y would be 0 - y: +0 for 0
     return signed.to(tl.float32, bitcast=True)
 
@@ -215,7 +233,7 @@ def round_site(x, CODE: tl.constexpr, who, o_row, o_col, NATIVE: tl.constexpr):
         HALF: tl.constexpr = CODE.bits == 10 and CODE.emin == -14
         if NATIVE and MODE == NEAREST_EVEN and WIDE and CODE.bits == 7:
             y = round_bf16_native(x)
-        elif NATIVE and MODE == NEAREST_EVEN and HALF and CODE.overflow == "inf":
+        elif NATIVE and MODE == NEAREST_EVEN and HALF and CODE.beyond == INF:
             y = x.to(tl.float16).to(tl.float32)
         else:
             bits = x.to(tl.uint32, bitcast=True)
