@@ -8,6 +8,7 @@ in the same direction. No element may lie beyond the second. Flips are rare, abo
 few elements lie beyond the first.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,7 +156,7 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
     of_dp = of_dp + moved("dp", t.dp.abs() + of_dp)
     of["delta_o"] = row_sum(t.o, of["o"], "dodo")
     of["delta_ref"] = row_sum(t.o_fp32, of["o_fp32"])
-    drawn = PrecisionPolicy(o=f"{policy.o.fmt.name}:stochastic")
+    drawn = PrecisionPolicy(o=replace(policy.o, rounding="stochastic"))
     redrawn = flips * flip(drawn, "o", t.o_fp32.abs() + of["o_fp32"])
     residual = (t.o_fp32 - t.o).abs() + of["o"] + of["o_fp32"]
     delta = {

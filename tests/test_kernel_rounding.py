@@ -24,10 +24,11 @@ from kernel_checks import DEVICES, inputs_on, run
 
 from lowprec.attention import attention
 from lowprec.attention.kernels import launch, rounding, views
-from lowprec.attention.kernels.rounding import dot, round_site, site_code
+from lowprec.attention.kernels.rounding import dot, round_rows, round_site, site_code
 from lowprec.numerics.agreement import sum_noise
 from lowprec.numerics.formats import ROUNDINGS, Format, keyed_bits, round_to
-from lowprec.numerics.policy import LOW, SITES, PrecisionPolicy
+from lowprec.numerics.policy import LOW, SITES, PrecisionPolicy, Site
+from lowprec.numerics.scaling import stored
 
 # NumPy, which is behind the interpreter, remarks on every infinity and NaN that a case is about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -97,6 +98,40 @@ def test_sites_round_as_formats_do(device, fmt, rounding):
     same = (got.view(torch.int32) == wanted.view(torch.int32)) | (got.isnan() & wanted.isnan())
     bad = (~same).nonzero().flatten()[:5]
     assert same.all(), [(x[i].item(), got[i].item(), wanted[i].item()) for i in bad]
+
+
+@triton.jit
+def row_kernel(p_x, p_y, CODE: tl.constexpr, ROWS: tl.constexpr, NATIVE: tl.constexpr):
+    """y = x (ROWS, 256) with a scale a row, as the site stores it."""
+    o_row, o_col = tl.arange(0, ROWS)[:, None], tl.arange(0, 256)[None, :]
+    b_x = tl.load(p_x + o_row * 256 + o_col)
+    who = (12345, tl.cast(3, tl.int64), tl.cast(70_001, tl.int64))
+    tl.store(p_y + o_row * 256 + o_col, round_rows(b_x, CODE, who, o_row, o_col, NATIVE))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e2m1", "fp16"])
+def test_rows_with_a_scale_of_their_own_round_as_casts_do(device, fmt, rounding):
+    """Rows of all sizes, of zeros, of subnormals, with an infinity or a NaN, and those whose
+    largest number is the format's times a power of two, or its neighbour."""
+    site = Site.parse(f"{fmt}:{rounding}@token,pow2")
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=g) * 2.0 ** torch.arange(-140, 116, 4)[:, None]
+    x[0], x[1, 3], x[2, 5] = 0.0, torch.inf, torch.nan
+    largest = torch.tensor([site.fmt.max]) * 2.0 ** torch.arange(-8, 8)
+    steps = torch.tensor([-1, 0, 1], dtype=torch.int32)[:, None]
+    x[8:56, 7] = (largest.view(torch.int32) + steps).view(torch.float32).flatten()
+    x[8:56] = x[8:56].clamp(-x[8:56, 7:8], x[8:56, 7:8])
+    words = keyed_bits(12345, SITES.index("o"), 3, 70_001, *torch.meshgrid(
+        torch.arange(64), torch.arange(256), indexing="ij"))  # fmt: skip
+    wanted = stored(x, site, words if rounding == "stochastic" else None)
+    code = site_code(PrecisionPolicy(o=site), "o")
+    x, got = x.to(device), torch.full_like(x, 7.0, device=device)
+    row_kernel[(1,)](x, got, code, 64, launch.NATIVE)
+    got = got.cpu()
+    same = (got.view(torch.int32) == wanted.view(torch.int32)) | (got.isnan() & wanted.isnan())
+    assert same.all() and wanted[3:].isfinite().all() and wanted[1:3].isnan().all()
 
 
 def test_bit_patterns_hold_the_hard_cases():

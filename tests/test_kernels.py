@@ -32,13 +32,16 @@ from lowprec.numerics.policy import ALL_FP32, FA2, FIELDS, LOW, PAPER, RELEASED,
 # NumPy, which is behind the interpreter, remarks on every infinity and NaN that a case is about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
+EIGHT, BY_ROW = "e4m3_saturate@2^8", "e4m3_saturate@token,pow2"
 ONE_FIELD = [
     *(LOW.replace(**{x: "bf16" if getattr(LOW, x).is_fp32 else "fp32"}) for x in SITES),
     LOW.replace(o="fp16"), LOW.replace(p="e8m4"), LOW.replace(ds="e8m10"),
     *(LOW.replace(l_from=x) for x in ("p_rounded", "p_both")), LOW.replace(l_floor=3.0),
     LOW.replace(delta_bias=0.5), FA2.replace(delta_from="o_fp32", delta_bias=-2.0),
     *(p.replace(row_sum=x) for p in (LOW, FA2) for x in ("removed", "refined")),
-    LOW.replace(row_sum="refined", p_bwd="e8m4"),
+    LOW.replace(row_sum="refined", p_bwd="e8m4"), FA2.replace(p=EIGHT, o=EIGHT),
+    FA2.replace(p=EIGHT, o=BY_ROW, ds="e5m2", p_bwd="e4m3@2^8", delta_from="o_redrawn"),
+    FA2.replace(p="e2m1@2^2", o="e2m1@token,pow2", ds="e2m1@2^4"),
     *(LOW.replace(delta_from=source) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
 ]  # fmt: skip
 SHIFTS = ["beta(beta=7)", "beta(beta=2,gamma=0.5,tol=0.1)", "offset(amplitude=0.5)",
@@ -54,7 +57,7 @@ CASES = [
     *((PAPER.replace(shift=shift), tile) for shift in SHIFTS for tile in (None, 64)),
     *((p.replace(shift="mute(amplitude=8)", l_floor=1e-10), tile)
       for p, tile in ((PAPER, None), (PAPER, 64), (LOW, None))),
-    *((every(f"{fmt}:{mode}"), 64) for fmt in ("bf16", "fp16") for mode in MODES),
+    *((every(f"{fmt}:{mode}"), 64) for fmt in ("bf16", "fp16", "e5m6") for mode in MODES),
     (every("bf16:stochastic"), None), (every("e8m10:toward_zero"), 32),
 ]  # fmt: skip
 UNDERFLOWING = [(p, tile) for p, tile in CASES if p.shift.kind == "beta"]
@@ -192,6 +195,9 @@ FIELD_BY_FIELD = pytest.mark.parametrize(
     [
         *((f, *LIVE[f]) for f in FIELDS),
         ("row_sum", "refined", {"dq", "dk"}),
+        ("p", EIGHT, FORWARD - {"lse", "dv"}),
+        ("o", BY_ROW, {"o", "delta", "delta_o", "dq", "dk"}),
+        ("ds", "e4m3_saturate@2^4", {"dq", "dk"}),
         ("l_from", "p_both", {"o", "o_fp32", "delta", "delta_o", "dq", "dk"}),
     ],
 )

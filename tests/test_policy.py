@@ -66,7 +66,9 @@ def changes(field):
     if field in CHANGES:
         return CHANGES[field]
     low = "fp32" if getattr(LOW, field).fmt.name == "bf16" else "bf16"
-    return [low, "bf16:toward_zero", "bf16:stochastic", "e8m4"]
+    small = ["e4m3_saturate@2^4", "e4m3_saturate@2^-4", "e2m1"]
+    by_row = ["e4m3_saturate@token,pow2"] if field == "o" else []
+    return [low, "bf16:toward_zero", "bf16:stochastic", "e8m4", *small, *by_row]
 
 
 @pytest.mark.parametrize("field,value", [(f, v) for f in FIELDS for v in changes(f)])
@@ -168,6 +170,12 @@ def test_presets_are_the_design_table():
         (lambda: LOW.replace(o_ac="fp32"), ("o_ac", "did you mean 'o_acc'")),
         (lambda: LOW.replace(o="bf17"), ("field o", "bf17")),
         (lambda: LOW.replace(o="bf16:up"), ("field o", "up", "toward_zero")),
+        (lambda: LOW.replace(o="bf16@2^8"), ("field o", "bf16@2^8", "exponent bits")),
+        (lambda: LOW.replace(p="e4m3@2^40"), ("field p", "e4m3fn@2^40", "2^32")),
+        (lambda: LOW.replace(p="e4m3@8"), ("field p", "e4m3@8")),
+        (lambda: LOW.replace(o="bf16@token,pow2"), ("field o", "bf16", "a row")),
+        (lambda: LOW.replace(o="e4m3@2^8@token,pow2"), ("field o", "e4m3fn@2^8", "of its own")),
+        (lambda: LOW.replace(ds="e4m3@token,pow2"), ("field ds", "only o", "e4m3fn@2^8")),
         (lambda: LOW.replace(delta_from="q"), ("delta_from", "o_split")),
         (lambda: LOW.replace(l_floor=-1), ("l_floor",)),
         (lambda: LOW.replace(l_floor="inf"), ("l_floor", "finite")),
@@ -192,7 +200,9 @@ def test_errors_name_the_field(make, words):
 
 def test_values_are_hashable_and_normalised():
     assert LOW.replace(o="bfloat16") == LOW and hash(LOW.replace(o="bfloat16")) == hash(LOW)
-    assert str(Site.parse("bf16:stochastic")) == "bf16:stochastic"
+    for text in ("bf16:stochastic", "e4m3fn@2^8", "e5m2_saturate@2^-3:stochastic",
+                 "e4m3fn_saturate:toward_zero@token,pow2"):  # fmt: skip
+        assert str(Site.parse(text)) == text
     assert str(Shift.parse("beta(beta=7)")) == "beta(beta=7,gamma=0,tol=0)"
     assert str(Shift.parse("beta")) == "beta(beta=2,gamma=0,tol=0)"
 

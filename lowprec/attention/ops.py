@@ -53,7 +53,8 @@ def _wants_shadow(policy: PrecisionPolicy, probe) -> bool:
 def _wants_stored(policy: PrecisionPolicy, dtype: torch.dtype, impl: str) -> bool:
     """Whether a tensor of that dtype cannot hold o as the policy stores it; PyTorch's o is as q."""
     as_q = Format.parse(str(dtype).removeprefix("torch."))
-    return impl == "triton" and not policy.o.fmt.within(as_q)
+    held = policy.o.fmt.within(as_q) and not (policy.o.by_row and as_q.exponent_bits < 8)
+    return impl == "triton" and not held
 
 
 @torch.library.custom_op("lowprec::attention", mutates_args=())

@@ -16,6 +16,7 @@ becomes of a score are `lowprec.attention.masks`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -34,6 +35,7 @@ from lowprec.attention.inputs import (
 from lowprec.attention.masks import NEG_INF
 from lowprec.numerics.formats import BF16, keyed_bits, round_to
 from lowprec.numerics.policy import DITHER, REDRAW, SITES, PrecisionPolicy
+from lowprec.numerics.scaling import stored
 
 
 class Trace(SimpleNamespace):
@@ -175,7 +177,7 @@ class _Rounder:
         bits = None
         if site.rounding == "stochastic":
             bits = self.bits(SITES.index(field), x, row, column + width * step, heads)
-        return round_to(x, site.fmt, site.rounding, bits=bits)
+        return stored(x, site, bits)
 
     def bits(self, stream: int, x, row=0, column=0, heads=slice(None)):
         batch, head, rows, columns = torch.meshgrid(
@@ -343,7 +345,7 @@ def _delta(t, p, do, policy, rnd):
     if source == "o_split":
         o = t.o + round_to(t.o_fp32 - t.o, BF16)
     elif source == "o_redrawn" and not policy.o.is_fp32:
-        o = round_to(o, policy.o.fmt, "stochastic", bits=rnd.bits(REDRAW, o))
+        o = stored(o, replace(policy.o, rounding="stochastic"), rnd.bits(REDRAW, o))
     return rnd("dodo", do * o).sum(-1)
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 
 import torch
@@ -183,7 +183,7 @@ class Replays:
         """Some replays with all roundings to nearest drawn at random, up or down: as wrong, or
         somewhat more, in other ways."""
         low = [name for name in SITES if not getattr(policy, name).is_fp32]
-        anew = {name: f"{getattr(policy, name).fmt.name}:stochastic" for name in low}
+        anew = {name: replace(getattr(policy, name), rounding="stochastic") for name in low}
         return [self(policy.replace(**anew), seed) for seed in range(draws)]
 
 

@@ -88,11 +88,16 @@ def step(fmt: Format, x):
 
 def flip(policy, field: str, x):
     """How far apart the roundings of two numbers of size x may lie beyond the numbers themselves.
-    Stochastic rounding goes up or down by an ulp."""
+    Stochastic rounding goes up or down by an ulp. A row's own scale is at most twice its largest
+    number over the format's."""
     site = getattr(policy, field)
     if site.is_fp32:
         return 0.0
-    return (2 if site.rounding == "stochastic" else 1) * step(site.fmt, x)
+    far = step(site.fmt, x)
+    if site.by_row:
+        scale = 2 * x.amax(-1, keepdim=True) / site.fmt.max
+        far = far + (scale - 1) * site.fmt.min_subnormal
+    return (2 if site.rounding == "stochastic" else 1) * far
 
 
 def forward_bounds(t, q, k, v, policy, tile, scale, flips=True) -> dict[str, torch.Tensor]:

@@ -39,6 +39,8 @@ class Format:
     `specials` says what the topmost codes mean: "inf_nan" (the whole top exponent, as in IEEE
     754), "nan" (only the code with all bits set, as in E4M3) or "none" (every code is a finite
     number, as in E2M1).
+    `scale` is a static scale: numbers are multiplied by 2^scale before they are stored and divided
+    by it afterwards, so the values of the format are 2^-scale times those without.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Format:
     significand_bits: int
     overflow: str = "inf"
     specials: str = "inf_nan"
+    scale: int = 0
 
     def __post_init__(self):
         e, m = self.exponent_bits, self.significand_bits
@@ -62,6 +65,11 @@ class Format:
             raise UserError(
                 f"Format {self.name} cannot have overflow={self.overflow!r}: take one of "
                 f"{', '.join(allowed.get(self.specials, ('saturate',)))}."
+            )
+        if self.scale and (e > 7 or abs(self.scale) > 32):
+            raise UserError(
+                f"Format {self.name} cannot have that scale: take 2^-32 to 2^32, and at most 7 "
+                "exponent bits; with FP32's range no scale changes anything."
             )
 
     @classmethod
@@ -81,17 +89,21 @@ class Format:
         """The format called `text`; a Format passes through.
 
         Known are the names in the error message, any eXmY, and each of these followed by
-        _saturate, _nan or _inf for another overflow rule: "e4m3fn_saturate".
+        _saturate, _nan or _inf for another overflow rule and @2^N for a static scale:
+        "e4m3fn_saturate@2^8".
         `Format.parse(fmt.name) == fmt` for every format made here. Raises UserError otherwise.
         """
         return text if isinstance(text, cls) else _parse(str(text).lower())
 
-    def replace(self, *, overflow):
-        """The same format with another overflow rule; the name tells which."""
-        natural = _NATURAL_OVERFLOW[self.specials]
-        suffix = "" if overflow == natural else f"_{overflow}"
-        name = self.name.removesuffix(f"_{self.overflow}") + suffix
-        return dataclasses.replace(self, name=name, overflow=overflow)
+    def replace(self, *, overflow=None, scale=None):
+        """The same format with another overflow rule or static scale; the name tells which."""
+        name = self.name.partition("@")[0].removesuffix(f"_{self.overflow}")
+        overflow = self.overflow if overflow is None else overflow
+        scale = self.scale if scale is None else scale
+        if overflow != _NATURAL_OVERFLOW[self.specials]:
+            name += f"_{overflow}"
+        name += f"@2^{scale}" if scale else ""
+        return dataclasses.replace(self, name=name, overflow=overflow, scale=scale)
 
     @property
     def bits(self):
@@ -106,12 +118,12 @@ class Format:
     @property
     def emin(self):
         """Exponent of the smallest normal number; subnormals share it."""
-        return 1 - self.bias
+        return 1 - self.bias - self.scale
 
     @property
     def emax(self):
         """Exponent of the largest finite number."""
-        return self.bias if self.has_inf else self.bias + 1
+        return (self.bias if self.has_inf else self.bias + 1) - self.scale
 
     @property
     def max(self):
@@ -170,8 +182,8 @@ _KNOWN |= {"float64": FP64, "float32": FP32, "bfloat16": BF16, "float16": FP16, 
 
 @lru_cache
 def _parse(text):
-    match = re.fullmatch(r"(.+?)(?:_(inf|nan|saturate))?", text)
-    base, overflow = match.groups() if match else ("", None)
+    match = re.fullmatch(r"(.+?)(?:_(inf|nan|saturate))?(?:@2\^(-?\d+))?", text)
+    base, overflow, scale = match.groups() if match else ("", None, None)
     fmt = _KNOWN.get(base)
     if fmt is None and (size := re.fullmatch(r"e(\d+)m(\d+)(?:ieee)?", base)):
         fmt = Format.custom(int(size[1]), int(size[2]))
@@ -180,7 +192,7 @@ def _parse(text):
             f"Unknown number format {text!r}: take one of {', '.join(sorted(_KNOWN))}, or eXmY "
             "with X exponent and Y significand bits."
         )
-    return fmt.replace(overflow=overflow) if overflow else fmt
+    return fmt.replace(overflow=overflow, scale=scale and int(scale))
 
 
 def round_to(x, fmt, rounding="nearest_even", generator=None, bits=None):
@@ -216,12 +228,12 @@ def round_to(x, fmt, rounding="nearest_even", generator=None, bits=None):
     _require_fit(fmt, container)
     if rounding == "nearest_even" and container is FP32:
         # The same numbers from one hardware conversion; the tests compare all 2^32 inputs.
-        sizes = (fmt.exponent_bits, fmt.significand_bits, fmt.overflow)
-        if sizes == (8, 7, "inf"):
+        sizes = (fmt.exponent_bits, fmt.significand_bits, fmt.overflow, fmt.scale)
+        if sizes == (8, 7, "inf", 0):
             return x.bfloat16().float()
-        if sizes == (5, 10, "inf"):
+        if sizes == (5, 10, "inf", 0):
             return x.half().float()
-        if x.device.type == "cpu" and sizes[:2] == (5, 2) and fmt.overflow != "nan":
+        if x.device.type == "cpu" and sizes in ((5, 2, "inf", 0), (5, 2, "saturate", 0)):
             x = x.clamp(-fmt.max, fmt.max) if fmt.overflow == "saturate" else x
             return x.to(torch.float8_e5m2).float()
         if x.device.type == "cpu" and fmt == E4M3.replace(overflow="saturate"):
@@ -337,7 +349,7 @@ def bit_fields(x, fmt):
         power = max(math.frexp(value)[1] - 1, fmt.emin) if value else fmt.emin
         units = int(math.ldexp(abs(value), fmt.significand_bits - power))
         hidden, significand = divmod(units, 2**fmt.significand_bits)
-        exponent = power + fmt.bias if hidden else 0
+        exponent = power - fmt.emin + 1 if hidden else 0
     return BitFields(
         "1" if math.copysign(1, value) < 0 else "0",
         f"{exponent:0{fmt.exponent_bits}b}",

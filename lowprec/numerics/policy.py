@@ -65,29 +65,39 @@ CHOICES = {
 }
 
 
+BY_ROW = "@token,pow2"
+
+
 @dataclass(frozen=True)
 class Site:
     """A storage format and the rounding into it, written "bf16" or "bf16:stochastic".
 
-    FP32 keeps its value whatever the mode, so there the mode is always "nearest_even".
+    FP32 keeps its value whatever the mode, so there the mode is always "nearest_even". A small
+    format may have a static scale, "e4m3fn@2^8", which is the format's, or a current one for each
+    row, "e4m3fn@token,pow2", as `lowprec.numerics.scaling.Cast` has it.
     """
 
     fmt: Format
     rounding: str = "nearest_even"
+    by_row: bool = False
 
     def __post_init__(self):
         if self.is_fp32:
             object.__setattr__(self, "rounding", "nearest_even")
+        if self.by_row and (self.fmt.exponent_bits > 7 or self.fmt.scale):
+            raise UserError(
+                f"{self.fmt.name} takes no scale a row: it has FP32's range or a scale of its own"
+            )
 
     @classmethod
     def parse(cls, text: str | Site) -> Site:
         if isinstance(text, Site):
             return text
-        name, _, rounding = str(text).partition(":")
+        name, _, rounding = str(text).removesuffix(BY_ROW).partition(":")
         rounding = rounding or "nearest_even"
         if rounding not in ROUNDINGS:
             raise UserError(f"unknown rounding {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
-        return cls(Format.parse(name), rounding)
+        return cls(Format.parse(name), rounding, str(text).endswith(BY_ROW))
 
     @property
     def is_fp32(self) -> bool:
@@ -95,8 +105,10 @@ class Site:
         return self.fmt.name == "fp32"
 
     def __str__(self) -> str:
-        plain = self.rounding == "nearest_even"
-        return self.fmt.name if plain else f"{self.fmt.name}:{self.rounding}"
+        text = (
+            self.fmt.name if self.rounding == "nearest_even" else f"{self.fmt.name}:{self.rounding}"
+        )
+        return text + BY_ROW * self.by_row
 
 
 @dataclass(frozen=True)
@@ -176,8 +188,9 @@ def _short(number: float) -> str:
 class PrecisionPolicy(Spelled):
     """The precision of every site of attention; see the module's docstring for their meaning.
 
-    Sites take "fmt" or "fmt:rounding"; errors name the field. Two policies are equal when every
-    field is. `str(policy)` is short, canonical and readable by `PrecisionPolicy.parse`.
+    Sites take "fmt", "fmt:rounding" and a scale as in `Site`; errors name the field. Two policies
+    are equal when every field is. `str(policy)` is short, canonical and readable by
+    `PrecisionPolicy.parse`.
     """
 
     noun, example, presets = "policy", "LOW+delta_from=o_fp32", {}
@@ -204,6 +217,11 @@ class PrecisionPolicy(Spelled):
     def __post_init__(self):
         for name in SITES:
             self._set(name, Site.parse)
+            if getattr(self, name).by_row and name != "o":
+                raise UserError(
+                    f"policy field {name}: only o has a scale a row, since no block of a kernel "
+                    "holds whole rows of anything else; take a static scale, as in e4m3fn@2^8"
+                )
         self._set("shift", Shift.parse)
         self._set("l_floor", float)
         self._set("delta_bias", float)
@@ -240,7 +258,8 @@ class PrecisionPolicy(Spelled):
     @property
     def slug(self) -> str:
         """The text form with file-name characters only, e.g. "low.delta_from-o_fp32"."""
-        text = str(self).lower().replace("+", ".").replace("=-", "=minus")
+        text = str(self).lower().replace("+", ".")
+        text = re.sub(r"(?<=[=^])-", "minus", text)
         return re.sub(r"[^a-z0-9_.]+", "-", text).strip("-")
 
 

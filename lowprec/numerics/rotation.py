@@ -49,8 +49,10 @@ class Rotation(Spelled):
                 site = Site.parse(getattr(self, name))
             except UserError as error:
                 raise UserError(f"rotation field {name}: {error}") from None
-            if site.rounding == "stochastic":
-                raise UserError(f"rotation field {name}: a rotation draws no random bits")
+            if site.rounding == "stochastic" or site.by_row:
+                raise UserError(
+                    f"rotation field {name}: a rotation draws no random bits and has no scale a row"
+                )
             object.__setattr__(self, name, site)
 
     @property

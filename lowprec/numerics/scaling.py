@@ -215,11 +215,12 @@ def _above(x, fmt: Format):
     return torch.where(x < 0, round_to(x, fmt, "toward_zero"), round_to(x, fmt, "nearest_away"))
 
 
-def quantise(x, cast: Cast, generator=None, top=None) -> Quantised:
+def quantise(x, cast: Cast, generator=None, top=None, bits=None) -> Quantised:
     """x (..., rows, columns), float32, as `cast` stores it.
 
-    generator: for stochastic rounding. top: max|x| by group to take the scale from, in place of the
-    present one. Raises UserError for another dtype and for missing random bits.
+    generator, bits: for stochastic rounding, bits by group. top: max|x| by group to take the scale
+    from, in place of the present one. Raises UserError for another dtype and for missing random
+    bits.
     """
     grouped, _ = _by_group(x.detach(), cast.group)
     power = middle = None
@@ -231,7 +232,7 @@ def quantise(x, cast: Cast, generator=None, top=None) -> Quantised:
             top = grouped.abs().amax(-1, keepdim=True)
         scale = _scale(top, cast)
     small = grouped * scale if cast.times else grouped / scale
-    codes = round_to(small, cast.fmt, cast.rounding, generator)
+    codes = round_to(small, cast.fmt, cast.rounding, generator, bits)
     if cast.up:
         codes = torch.where(tied(small, cast.fmt), _above(small, cast.fmt), codes)
     if cast.floor:
@@ -252,6 +253,14 @@ def scaled(x, cast: Cast | str, generator=None, top=None):
         return scaled(x[None], cast, generator, top)[0]
     back = _by_group(x, cast.group)[1]
     return back(quantise(x, cast, generator, top).values(cast.times))
+
+
+def stored(x, site: Site, bits=None):
+    """x (..., rows, columns), float32, as a rounding site keeps it; bits: as of `round_to`."""
+    if not site.by_row:
+        return round_to(x, site.fmt, site.rounding, bits=bits)
+    cast = Cast(site.fmt, site.rounding, "token", "pow2")
+    return quantise(x, cast, bits=bits).values(cast.times)
 
 
 class Caster:

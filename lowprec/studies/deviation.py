@@ -25,6 +25,7 @@ from lowprec.attention.inputs import check_inputs
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import BF16, Format, round_to
 from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.numerics.scaling import stored
 
 FORWARD = ("s", "x", "p", "l", "o_acc", "o")
 
@@ -72,7 +73,7 @@ def baseline(q, k, v, policy, serial=False):
 
     def at(field):
         site = getattr(policy, field)
-        return lambda x: round_to(x, site.fmt, site.rounding)
+        return lambda x: stored(x, site)
 
     s = at("s")(scale * _product(q, k.mT, at("s"), serial))
     p = at("x")(s - s.amax(-1, keepdim=True)).exp()

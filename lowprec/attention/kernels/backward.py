@@ -18,6 +18,7 @@ from lowprec.attention.kernels.rounding import (
     load_rows,
     operand,
     round_bf16,
+    round_rows,
     round_site,
     store_rows,
 )
@@ -201,7 +202,7 @@ def attention_bwd_dq_kernel(
         if c.delta_from == "o_split":
             b_o_fp32 = b_o + round_bf16(b_o_fp32 - b_o, c.native)
         elif c.delta_from == "o_redrawn":
-            b_o_fp32 = round_site(b_o_fp32, c.redrawn, who, o_q[:, None], o_d, c.native)
+            b_o_fp32 = round_rows(b_o_fp32, c.redrawn, who, o_q[:, None], o_d, c.native)
         b_dodo = round_site(
             b_do.to(tl.float32) * b_o_fp32, c.dodo, who, o_q[:, None], o_d, c.native
         )

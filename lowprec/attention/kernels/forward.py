@@ -17,6 +17,7 @@ from lowprec.attention.kernels.rounding import (
     load_rows,
     operand,
     random_words,
+    round_rows,
     round_site,
     store_rows,
 )
@@ -286,7 +287,7 @@ def attention_fwd_kernel(
     blind = (b_m == float("-inf")) & (b_l == b_l)  # the maximum of NaN alone is -inf, too
     o_d = tl.arange(0, c.d)[None, :]
     b_o = tl.where(blind[:, None], 0.0, tl.div_rn(b_acc, b_l[:, None]))
-    b_o = round_site(b_o, c.o, who, o_q[:, None], o_d, c.native)
+    b_o = round_rows(b_o, c.o, who, o_q[:, None], o_d, c.native)
     o_bh = batch * sob + head * soh
     store_rows(p_o + o_bh, sot, o_q, n_q, b_o, c.d, c.native)
     if c.stored:

@@ -35,10 +35,11 @@ class Code(int):
 
     stream: place in SITES, or beyond; mode: place in ROUNDINGS; bits: stored significand bits;
     emin, emax: exponents of the smallest and largest normal number; unused: codes above the largest
-    number in its binade; beyond: place in OVERFLOWS of what becomes of larger ones.
+    number in its binade; beyond: place in OVERFLOWS of what becomes of larger ones; by_row: 1 where
+    each row has a scale of its own. A static scale is in emin and emax.
     """
 
-    BYTES = ("bits", "mode", "stream", "emin", "emax", "unused", "beyond")
+    BYTES = ("bits", "mode", "stream", "emin", "emax", "unused", "beyond", "by_row")
 
     @classmethod
     def of(cls, **parts: int) -> Self:
@@ -130,7 +131,7 @@ def site_code(policy: PrecisionPolicy, name: str) -> Code:
     fmt = site.fmt
     wide = fmt.exponent_bits == 8 and fmt.significand_bits < 23 and fmt.overflow == "inf"
     small = fmt.exponent_bits < 8 and fmt.within(BF16)
-    if not (wide or small or fmt.replace(overflow="inf") == FP16):
+    if not (wide or small or fmt.replace(overflow="inf", scale=0) == FP16):
         raise UserError(
             f"the Triton kernels do not honour policy field {name}={site}: a site there is fp32, "
             "fp16, bf16, e8mX with X below 23, or eXmY with X and Y up to 7; use impl='emulate'"
@@ -138,7 +139,7 @@ def site_code(policy: PrecisionPolicy, name: str) -> Code:
     return Code.of(
         stream=SITES.index(name), mode=ROUNDINGS.index(site.rounding), bits=fmt.significand_bits,
         emin=fmt.emin, emax=fmt.emax, unused=2 if fmt.specials == "nan" else 1,
-        beyond=OVERFLOWS.index(fmt.overflow),
+        beyond=OVERFLOWS.index(fmt.overflow), by_row=site.by_row,
     )  # fmt: skip
 
 
@@ -244,6 +245,23 @@ def round_site(x, CODE: tl.constexpr, who, o_row, o_col, NATIVE: tl.constexpr):
                 y = round_wide(x, bits, word, MODE, 23 - CODE.bits)
             else:
                 y = round_small(x, bits, word, CODE)
+    return y
+
+
+@triton.jit
+def round_rows(x, CODE: tl.constexpr, who, o_row, o_col, NATIVE: tl.constexpr):
+    """`round_site` for whole rows: a site may give each its own scale, the power of two at or above
+    max|x| / max of the format.  # [rows, columns]"""
+    if CODE == 0 or CODE.by_row == 0:
+        y = round_site(x, CODE, who, o_row, o_col, NATIVE)
+    else:
+        TOP: tl.constexpr = ((1 << CODE.bits) - CODE.unused) << (23 - CODE.bits)
+        top = tl.max((x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32), 1)
+        power = (top >> 23) - CODE.emax + ((top & 0x7FFFFF) > TOP).to(tl.int32)
+        power = tl.where(top == 0, 127, tl.maximum(power, 1)) << 23
+        power = tl.where(top < 0x7F800000, power, 0x7FC00000)  # else NaN
+        scale = power.to(tl.float32, bitcast=True)[:, None]
+        y = round_site(tl.div_rn(x, scale), CODE, who, o_row, o_col, NATIVE) * scale
     return y
 
 
