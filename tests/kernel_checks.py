@@ -159,10 +159,12 @@ def bounds(t, q, k, v, do, policy, tile, scale, flips):
     drawn = PrecisionPolicy(o=replace(policy.o, rounding="stochastic"))
     redrawn = flips * flip(drawn, "o", t.o_fp32.abs() + of["o_fp32"])
     residual = (t.o_fp32 - t.o).abs() + of["o"] + of["o_fp32"]
+    of_pv = of_p @ v + sum_noise(q.shape[2]) * (p @ v)
     delta = {
         "o": of["delta_o"],
         "o_fp32": row_sum(t.o_fp32, of["o_fp32"], "dodo"),
         "o_split": row_sum(t.o_fp32, of["o_fp32"] + flips * 2.0**-7 * residual, "dodo"),
+        "o_prime": row_sum(p @ v, of_pv + flips * 2.0**-7 * (p @ v + of_pv), "dodo"),
         "o_redrawn": row_sum(t.o_fp32, of["o_fp32"] + redrawn, "dodo"),
         "dp": (of_p * (t.dp.abs() + of_dp) + p * of_dp).sum(-1)
         + sum_noise(q.shape[2]) * (p * t.dp.abs()).sum(-1),

@@ -27,7 +27,7 @@ from lowprec.attention.kernels import launch, rounding, views
 from lowprec.attention.kernels.rounding import dot, round_rows, round_site, site_code
 from lowprec.numerics.agreement import sum_noise
 from lowprec.numerics.formats import ROUNDINGS, Format, keyed_bits, round_to
-from lowprec.numerics.policy import LOW, SITES, PrecisionPolicy, Site
+from lowprec.numerics.policy import CHOICES, LOW, SITES, PrecisionPolicy, Site
 from lowprec.numerics.scaling import stored
 
 # NumPy, which is behind the interpreter, remarks on every infinity and NaN that a case is about.
@@ -239,11 +239,13 @@ COUNT = {
 PRESETS = [
     ("ALL_FP32", None), ("FA2", None), ("PAPER", None), ("LOW", None), ("RELEASED", 512),
     ("PAPER+shift=beta(beta=7)", None), ("LOW+shift=mute(amplitude=23.7)+l_floor=1e-10", None),
-    *((f"LOW+delta_from={source}", None) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
+    *((f"LOW+delta_from={source}", None) for source in CHOICES["delta_from"][1:]),
     ("FA2+delta_from=o_fp32+delta_bias=0.02", None), ("RELEASED+delta_from=o_fp32", 512),
     *((f"FA2+row_sum={x}", None) for x in ("removed", "refined")),
     *(("FA2+l_from=p_both", tile) for tile in (None, 128)), ("RELEASED+l_from=p_both", 512),
     *((f"RELEASED+row_sum={x}", 512) for x in ("removed", "refined")),
+    *((f"FA2+p=e4m3fn@2^8+o=e4m3fn@token,pow2{rest}", None)
+      for rest in ("", "+row_sum=refined", "+delta_from=o_prime", "+ds=e5m2+p_bwd=e4m3fn@2^8")),
 ]  # fmt: skip
 NATIVE = [
     pytest.param("FA2", None, 64, dict(probe=False), id="FA2-64-without-probe"),

@@ -27,7 +27,7 @@ from kernel_checks import (
 
 from lowprec.attention.kernels import launch
 from lowprec.attention.reference import emulate, oracle
-from lowprec.numerics.policy import ALL_FP32, FA2, FIELDS, LOW, PAPER, RELEASED, SITES
+from lowprec.numerics.policy import ALL_FP32, CHOICES, FA2, FIELDS, LOW, PAPER, RELEASED, SITES
 
 # NumPy, which is behind the interpreter, remarks on every infinity and NaN that a case is about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -42,7 +42,7 @@ ONE_FIELD = [
     LOW.replace(row_sum="refined", p_bwd="e8m4"), FA2.replace(p=EIGHT, o=EIGHT),
     FA2.replace(p=EIGHT, o=BY_ROW, ds="e5m2", p_bwd="e4m3@2^8", delta_from="o_redrawn"),
     FA2.replace(p="e2m1@2^2", o="e2m1@token,pow2", ds="e2m1@2^4"),
-    *(LOW.replace(delta_from=source) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
+    *(LOW.replace(delta_from=source) for source in CHOICES["delta_from"][1:]),
 ]  # fmt: skip
 SHIFTS = ["beta(beta=7)", "beta(beta=2,gamma=0.5,tol=0.1)", "offset(amplitude=0.5)",
           "dither(amplitude=0.5)"]  # fmt: skip

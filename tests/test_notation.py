@@ -86,7 +86,7 @@ def forward(q, k, v, rnd, tile, causal, c):
     )  # fmt: skip
 
 
-def delta(t, p, do, rnd):
+def delta(t, p, v, do, rnd):
     """delta as `delta_from` and `delta_bias` say; p: P, not rounded."""
     policy, o = rnd.policy, t.o_fp32
     if policy.delta_from == "dp":
@@ -97,6 +97,7 @@ def delta(t, p, do, rnd):
             "o": t.o,
             "o_fp32": o,
             "o_split": t.o + (o - t.o).bfloat16().float(),
+            "o_prime": (p @ v).bfloat16().float(),
             "o_redrawn": round_to(o, policy.o.fmt, "stochastic", bits=drawn),
         }[policy.delta_from]
         of = rnd("dodo", do * read, rnd.place).sum(-1)
@@ -109,7 +110,7 @@ def backward(t, q, k, v, do, rnd, tile, c):
     t.p_bwd, t.dp = rnd("p_bwd", p, key), rnd("dp", do @ v.mT, key)
     t.delta_o = rnd("dodo", do * t.o, place).sum(-1)
     t.delta_ref = (do * t.o_fp32).sum(-1)
-    t.delta = delta(t, p, do, rnd)
+    t.delta = delta(t, p, v, do, rnd)
     t.ds = rnd("ds", p * (t.dp - t.delta[..., None]), key)
     t.row_sum = t.ds.sum(-1)
 
@@ -141,7 +142,7 @@ CHANGES = [
     {}, dict(l_from="p_rounded", delta_from="o_fp32", row_sum="removed"),
     dict(row_sum="refined"), dict(delta_from="o_split", delta_bias=-0.5, l_floor=3.0),
     dict(l_from="p_both", delta_from="o_fp32"), dict(l_from="p_both", l_floor=3.0),
-    dict(delta_from="o_redrawn"),
+    dict(delta_from="o_redrawn"), dict(delta_from="o_prime"),
     dict(delta_from="dp", delta_bias=2.0), dict(shift="beta(beta=2,gamma=0.5,tol=0.3)"),
     dict(shift="offset(amplitude=0.3)"), dict(shift="dither(amplitude=0.7)"),
     dict(shift="mute(amplitude=1,tol=0.3)", l_floor=0.1),

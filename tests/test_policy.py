@@ -49,7 +49,7 @@ OWN = {"shift": "x", "l_from": "l", "l_floor": "l", "dodo": "delta", "delta_from
        "dq_acc": "dq", "dkdv_acc": "dk"}  # fmt: skip
 CHANGES = {
     "l_from": ["p_rounded", "p_both"],
-    "delta_from": ["o_fp32", "o_split", "o_redrawn", "dp"],
+    "delta_from": ["o_fp32", "o_split", "o_redrawn", "o_prime", "dp"],
     "shift": [
         "beta(beta=2)",
         "offset(amplitude=0.3)",

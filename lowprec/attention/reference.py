@@ -290,7 +290,7 @@ def _backward(t, q, k, v, do, policy, rnd, tile, how, dropped):
     t.dp = rnd("dp", t.dp)
     t.delta_o = rnd("dodo", do * t.o).sum(-1)
     t.delta_ref = (do * t.o_fp32).sum(-1)
-    t.delta = _delta(t, p, do, policy, rnd)
+    t.delta = _delta(t, p, v, do, policy, rnd, dropped)
     if policy.delta_bias:
         t.delta = t.delta + policy.delta_bias * (t.delta_o - t.delta_ref).abs()
     raw = p * (t.dp - t.delta[..., None])
@@ -335,7 +335,7 @@ def _dk_dv(t, q, do, heads, rnd, tile, scale, dropped):
     t.dk, t.dv = scale * dk, dropped[1] * dv if dropped else dv
 
 
-def _delta(t, p, do, policy, rnd):
+def _delta(t, p, v, do, policy, rnd, dropped):
     source = policy.delta_from
     if source == "dp":
         return (p * t.dp).sum(-1)
@@ -344,6 +344,9 @@ def _delta(t, p, do, policy, rnd):
     o = t.o_fp32
     if source == "o_split":
         o = t.o + round_to(t.o_fp32 - t.o, BF16)
+    elif source == "o_prime":
+        entering = dropped[1] * p.masked_fill(~dropped[0], 0.0) if dropped else p
+        o = round_to(entering @ v, BF16)
     elif source == "o_redrawn" and not policy.o.is_fp32:
         o = stored(o, replace(policy.o, rounding="stochastic"), rnd.bits(REDRAW, o))
     return rnd("dodo", do * o).sum(-1)

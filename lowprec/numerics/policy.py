@@ -29,7 +29,8 @@ is (an open change of flash-attention, pull request 2721).
 output that is never rounded (same p, unrounded accumulator over unrounded l); "o_split", o plus
 its BF16 residual; "o_redrawn", the shadow output rounded to o's format a second time,
 stochastically and with random bits of its own, an error as large as o's that the forward never
-saw; "dp", rowsum(P * dP) instead. `delta_bias` c adds c * |delta_o - delta_ref| to it, where
+saw; "o_prime", P V of the backward's own weights, unrounded, in BF16; "dp", rowsum(P * dP)
+instead. `delta_bias` c adds c * |delta_o - delta_ref| to it, where
 delta_o reads the stored O and delta_ref the shadow output: a bias of the size that rounding
 makes, with any share of it and either sign.
 
@@ -60,7 +61,7 @@ DITHER, REDRAW, DROPOUT = (len(SITES) + i for i in range(3))
 
 CHOICES = {
     "l_from": ("p_unnorm", "p_rounded", "p_both"),
-    "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "dp"),
+    "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "o_prime", "dp"),
     "row_sum": ("as_rounded", "removed", "refined"),
 }
 

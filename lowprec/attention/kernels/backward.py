@@ -89,6 +89,21 @@ def sum_p_dp(
 
 
 @triton.jit
+def sum_pv(
+    b_q, keys, b_lse, b_pv, o_q, lo, hi, where, c: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Add the keys lo to hi to P V of weights that are not rounded.  # [BM, D]"""
+    p_k, p_v, skt, svt = keys
+    n, scale, who, view = where
+    for first in range(lo, hi, c.bn):
+        o_k = first + tl.arange(0, c.bn)
+        _, b_p, _ = products(b_q, b_q, keys, b_lse, o_q, o_k, where, c, MASKED)
+        b_v = load_rows(p_v, svt, o_k, n, c.d, c.even or not MASKED, c.native)
+        b_pv = dot(b_p, b_v, b_pv, c.pieces, c.native)
+    return b_pv
+
+
+@triton.jit
 def sum_dq(
     b_q, b_do, keys, b_lse, b_delta, b_dq, b_sum, b_pk, o_q, lo, hi, where, c: tl.constexpr,
     MASKED: tl.constexpr,
@@ -198,7 +213,12 @@ def attention_bwd_dq_kernel(
         tl.store(p_block, tl.sum(b_bias, 0))
         tl.store(p_block + 1, tl.sum(tl.abs(b_bias), 0))
         tl.store(p_block + 2, tl.sum(m_tied.to(tl.float32), 0))
-    if c.delta_from == "o_fp32" or c.delta_from == "o_split" or c.delta_from == "o_redrawn":
+    if c.delta_from == "o_prime":
+        b_o_fp32 = tl.full([c.bm, c.d], 0, tl.float32)
+        b_o_fp32 = sum_pv(b_q, keys, b_lse, b_o_fp32, o_q, begin, mid, where, c, False)
+        b_o_fp32 = sum_pv(b_q, keys, b_lse, b_o_fp32, o_q, mid, end, where, c, True)
+        b_o_fp32 = round_bf16(b_o_fp32, c.native)
+    if c.delta_from != "o" and c.delta_from != "dp":
         if c.delta_from == "o_split":
             b_o_fp32 = b_o + round_bf16(b_o_fp32 - b_o, c.native)
         elif c.delta_from == "o_redrawn":

@@ -27,7 +27,7 @@ LONGEST = 2**30
 """A tile that holds any row."""
 MODES = {
     "l_from": ("p_unnorm", "p_rounded", "p_both"),
-    "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "dp"),
+    "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "o_prime", "dp"),
     "row_sum": ("as_rounded", "removed", "refined"),
 }
 """What the kernels do of `policy.CHOICES`, to which a fork may add."""
