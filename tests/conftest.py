@@ -17,6 +17,7 @@ RUNS = DATA / "runs"
 UNDER_WAY = (
     "positions", "ladder", "rotary", "entries", "positions_large", "otherwise",
     "positions_specimens", "refined", "spectral", "rotation", "eight",
+    "eight_attention",
 )  # fmt: skip
 APART = ("windows", "pairs", *UNDER_WAY)
 
