@@ -150,6 +150,13 @@ def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
     return dict(bm=bm, bn=bn, tile=tile, even=even), options
 
 
+def one_pass(policy: PrecisionPolicy) -> bool:
+    """Whether blocks of any width leave the forward as it is over the whole row, but for the order
+    of FP32 sums."""
+    plain = policy.l.is_fp32 and policy.o_acc.is_fp32 and not policy.l_floor
+    return policy.shift.kind == "pow2" and plain
+
+
 def last_contiguous(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it if its last dimension, which the kernels walk along, is strided."""
     return x if x.stride(3) == 1 else x.contiguous()
@@ -230,7 +237,9 @@ def forward(
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     b_ties = torch.empty_like(lse, dtype=torch.int32) if ties else None
     tile = 0 if tile is None or tile >= max(lengths) else tile
-    sizes, options = blocks("forward", d, lengths, tile, q.dtype)
+    sizes, options = blocks("forward", d, lengths, 64 if one_pass(policy) else tile, q.dtype)
+    if one_pass(policy):
+        sizes["tile"] = sizes["bn"]
     shift = policy.shift
     known = Constants(
         **common(q, k, mask, bias, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
