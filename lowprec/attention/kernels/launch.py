@@ -47,6 +47,7 @@ HARDWARE = {
         },
         128: {
             "forward": (64, 64, 4, 3, None), "forward tiled": (64, 64, 4, 2, None),
+            "forward pow2": (64, 64, 4, 2, None),
             "dq": (64, 64, 4, 2, None), "dkdv": (32, 64, 4, 4, None),
         },
         256: {
