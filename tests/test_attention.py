@@ -48,8 +48,11 @@ def test_triton_equals_emulate_through_the_entry():
     if launch.NATIVE:
         pytest.skip("needs TRITON_INTERPRET=1")
     inputs = family("normal", (1, 2, 80, 64))
-    for got, wanted in zip(run(inputs, LOW, impl="triton"), run(inputs, LOW), strict=True):
-        assert (got.double() - wanted.double()).norm() <= 0.01 * wanted.double().norm()
+    for policy in (LOW, FA2.replace(inputs="e4m3_saturate@block4096,pow2")):
+        for got, wanted in zip(
+            run(inputs, policy, impl="triton"), run(inputs, policy), strict=True
+        ):
+            assert (got.double() - wanted.double()).norm() <= 0.01 * wanted.double().norm()
 
 
 @pytest.mark.parametrize("impl", ["emulate", "triton"])
@@ -165,6 +168,7 @@ def test_stochastic_backward_regenerates_the_forward():
         (dict(policy=LOW, impl="cudnn"), "cudnn"),
         (dict(policy=LOW.replace(x="e5m9"), impl="triton"), "x=e5m9"),
         (dict(policy=LOW, impl="triton", tile=48), "tile=48"),
+        (dict(policy="FA2+inputs=e5m2@block99,mx", impl="triton", columns=24), "padding"),
         (dict(policy=LOW, probe=torch.zeros(1, 3)), "probe"),
         (dict(impl="emulate", tile=2.5), "tile=2.5"),
         (dict(impl="triton", tile=2.5), "tile=2.5"),
@@ -174,7 +178,7 @@ def test_stochastic_backward_regenerates_the_forward():
     ],
 )
 def test_errors_before_any_work(how, word):
-    q, k, v, _ = family("normal", (1, 2, 8, 32))
+    q, k, v, _ = family("normal", (1, 2, 8, how.pop("columns", 32)))
     if how.get("impl") == "triton":
         pytest.importorskip("triton")
     with pytest.raises(UserError, match=word):

@@ -15,6 +15,7 @@ from lowprec import UserError
 from lowprec.attention.masks import Mask, Scores
 from lowprec.numerics.formats import keyed_bits
 from lowprec.numerics.policy import DROPOUT, PrecisionPolicy
+from lowprec.numerics.scaling import scaled
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -121,6 +122,12 @@ def kept(shape, dropout: float, seed: int, device):
 def inverse(dropout: float) -> float:
     """What the weights that dropout keeps are multiplied by."""
     return 1 / (1 - dropout) if dropout < 1 else 0.0
+
+
+def stored_inputs(policy: PrecisionPolicy, *tensors) -> tuple:
+    """q, k, v and dO as `policy.inputs` stores them, in their dtype."""
+    cast = policy.inputs
+    return tensors if cast.keeps else tuple(scaled(x.float(), cast).to(x.dtype) for x in tensors)
 
 
 def check_row_sum(policy: PrecisionPolicy, softcap: float | bool) -> None:

@@ -163,7 +163,8 @@ def plan(
     """(canonical policy, implementation), checked; a constant for torch.compile, which would
     otherwise cut its graph here. missing: what of the call the kernels lack, see `lacking`."""
     p = PrecisionPolicy.parse(policy)
-    missing = [x for x in missing if x != "padding" or p.draws]
+    by_place = p.draws or p.inputs.group.startswith("block")
+    missing = [x for x in missing if x != "padding" or by_place]
     if p.l_floor and not plain:
         missing.append("l_floor under such a mask")
     wanted, impl = impl, resolve_impl(impl, device)

@@ -32,6 +32,7 @@ from lowprec.attention.inputs import (
     kept,
     of_keys,
     outside_autocast,
+    stored_inputs,
 )
 from lowprec.attention.masks import NEG_INF
 from lowprec.numerics.formats import BF16, keyed_bits, round_to
@@ -147,6 +148,7 @@ def emulate(
             "impl='oracle'"
         )
     check_row_sum(policy, how.softcap)
+    q, k, v = stored_inputs(policy, q, k, v)
     heads = k.shape[1]
     q, k, v = q.float(), *(for_queries(t.float(), q.shape[1]) for t in (k, v))
     rnd = _Rounder(policy, seed)
@@ -156,6 +158,7 @@ def emulate(
     seen = mask.seen(q.shape[2], k.shape[2], q.device)
     t = _forward(q, k, v, policy, rnd, tile, seen, how, dropped)
     if do is not None:
+        (do,) = stored_inputs(policy, do)
         _backward(t, q, k, v, do.float(), policy, rnd, tile, how, dropped)
         _dk_dv(t, q, do.float(), heads, rnd, tile, how.scale, dropped)
         t.dq, t.dk, t.dv = (g.to(dtype) for g in (t.dq, t.dk, t.dv))

@@ -34,6 +34,10 @@ instead. `delta_bias` c adds c * |delta_o - delta_ref| to it, where
 delta_o reads the stored O and delta_ref the shadow output: a bias of the size that rounding
 makes, with any share of it and either sign.
 
+`inputs` is a `Cast`: how q, k, v and dO are stored before anything is formed of them, each head and
+sequence with its own scale ("e4m3_saturate@tensor,pow2") or each block of rows (@block4096 for 64
+rows of 64). Gradients are those of the numbers stored.
+
 `row_sum` says what becomes of sum_j ds_ij, which is zero in exact arithmetic: "as_rounded", it
 stays in dQ, times the keys; "removed", dq_i = scale (sum_j ds_ij k_j - (sum_j ds_ij) c) with c the
 mean of all keys of the head and sequence, FP32, ds as it was rounded; the sum times c is taken off
@@ -50,7 +54,9 @@ import re
 from dataclasses import dataclass
 
 from lowprec import UserError
-from lowprec.numerics.formats import ROUNDINGS, Format
+from lowprec.numerics.formats import BF16
+from lowprec.numerics.scaling import Cast
+from lowprec.numerics.site import Site
 from lowprec.numerics.spelled import Spelled
 
 SITES = ("s", "x", "p", "l", "o_acc", "o", "dodo", "dp", "p_bwd", "ds", "dq_acc", "dkdv_acc")
@@ -64,52 +70,6 @@ CHOICES = {
     "delta_from": ("o", "o_fp32", "o_split", "o_redrawn", "o_prime", "dp"),
     "row_sum": ("as_rounded", "removed", "refined"),
 }
-
-
-BY_ROW = "@token,pow2"
-
-
-@dataclass(frozen=True)
-class Site:
-    """A storage format and the rounding into it, written "bf16" or "bf16:stochastic".
-
-    FP32 keeps its value whatever the mode, so there the mode is always "nearest_even". A small
-    format may have a static scale, "e4m3fn@2^8", which is the format's, or a current one for each
-    row, "e4m3fn@token,pow2", as `lowprec.numerics.scaling.Cast` has it.
-    """
-
-    fmt: Format
-    rounding: str = "nearest_even"
-    by_row: bool = False
-
-    def __post_init__(self):
-        if self.is_fp32:
-            object.__setattr__(self, "rounding", "nearest_even")
-        if self.by_row and (self.fmt.exponent_bits > 7 or self.fmt.scale):
-            raise UserError(
-                f"{self.fmt.name} takes no scale a row: it has FP32's range or a scale of its own"
-            )
-
-    @classmethod
-    def parse(cls, text: str | Site) -> Site:
-        if isinstance(text, Site):
-            return text
-        name, _, rounding = str(text).removesuffix(BY_ROW).partition(":")
-        rounding = rounding or "nearest_even"
-        if rounding not in ROUNDINGS:
-            raise UserError(f"unknown rounding {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
-        return cls(Format.parse(name), rounding, str(text).endswith(BY_ROW))
-
-    @property
-    def is_fp32(self) -> bool:
-        """True where the FP32 value is kept as it is."""
-        return self.fmt.name == "fp32"
-
-    def __str__(self) -> str:
-        text = (
-            self.fmt.name if self.rounding == "nearest_even" else f"{self.fmt.name}:{self.rounding}"
-        )
-        return text + BY_ROW * self.by_row
 
 
 @dataclass(frozen=True)
@@ -192,6 +152,18 @@ def _short(number: float) -> str:
     return text if float(text) == number else repr(number)
 
 
+def _inputs(text: str | Cast) -> Cast:
+    cast = Cast.parse(text)
+    drawn = cast.rounding == "stochastic" or cast.history or cast.expand
+    held = cast.power != "exact" if cast.group else cast.fmt.within(BF16)
+    if not cast.keeps and (drawn or not held or cast.fmt.significand_bits > 7):
+        raise UserError(
+            f"{cast} has no memory and draws no bits, and what it keeps must be BF16 numbers: take "
+            "at most 7 significand bits, and a scale with pow2 or mx"
+        )
+    return cast
+
+
 @dataclass(frozen=True)
 class PrecisionPolicy(Spelled):
     """The precision of every site of attention; see the module's docstring for their meaning.
@@ -221,6 +193,7 @@ class PrecisionPolicy(Spelled):
     l_floor: float = 0.0
     delta_bias: float = 0.0
     row_sum: str = "as_rounded"
+    inputs: Cast = "fp32"
 
     def __post_init__(self):
         for name in SITES:
@@ -231,6 +204,7 @@ class PrecisionPolicy(Spelled):
                     "holds whole rows of anything else; take a static scale, as in e4m3fn@2^8"
                 )
         self._set("shift", Shift.parse)
+        self._set("inputs", _inputs)
         self._set("l_floor", float)
         self._set("delta_bias", float)
         for name, choices in CHOICES.items():

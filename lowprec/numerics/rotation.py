@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowprec import UserError
-from lowprec.numerics.policy import Site
+from lowprec.numerics.site import Site
 from lowprec.numerics.spelled import Spelled
 
 COUNTING = ("place", "rate", "angle")

@@ -48,7 +48,7 @@ import torch
 
 from lowprec import UserError
 from lowprec.numerics.formats import FP32, Format, round_to, ulp
-from lowprec.numerics.policy import Site
+from lowprec.numerics.site import Site
 
 TINY = 2.0**-126
 """The smallest normal FP32 number, below which no scale goes."""

@@ -15,6 +15,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from lowprec import UserError
+from lowprec.attention.inputs import stored_inputs
 from lowprec.attention.kernels import backward as bwd
 from lowprec.attention.kernels import forward as fwd
 from lowprec.attention.kernels.rounding import Code, Constants, redrawn_code, site_code
@@ -231,7 +232,7 @@ def forward(
     """
     check_supported(policy, tile)
     check_tensors(q, k, v, scale)
-    q, k, v = (last_contiguous(x) for x in (q, k, v))
+    q, k, v = (last_contiguous(x) for x in stored_inputs(policy, q, k, v))
     mask = mask or Mask(causal=causal)
     b, h, n, d = q.shape
     lengths = n, k.shape[2]
@@ -291,7 +292,7 @@ def backward(
     (H, 3) float32, per head the sum of delta_o - delta_ref, of its absolute value, and the number
     of rows whose largest score is tied.
     """
-    do, q, k, v = (last_contiguous(x) for x in (do, q, k, v))
+    do, q, k, v = (last_contiguous(x) for x in stored_inputs(policy, do, q, k, v))
     mask = mask or Mask(causal=causal)
     b, h, n, d = q.shape
     lengths = n, k.shape[2]
