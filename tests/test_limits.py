@@ -52,6 +52,7 @@ CONVERTED = [
     "one_loud_channel",
     "four_bits_in_training",
     "four_bits_after_training",
+    "attention_in_eight_bits",
     "two_attentions",
     "in_the_training_loop",
     "laboratory/what_ran",
