@@ -18,7 +18,8 @@ from lowprec.training.loop import train
 
 TINY = dataclasses.replace(
     PRESETS["tiny"], **LLAMA, steps=4, weights_at=(4,), policy="ALL_FP32", device="cpu",
-    data=str(files.data_root() / "corpora/smoke.safetensors"), lr=0.1, warmup=0, block_size=300, batch_size=1,
+    data=str(files.data_root() / "corpora/smoke.safetensors"), lr=0.1, warmup=0, block_size=300,
+    batch_size=1,
 )  # fmt: skip
 
 
