@@ -3,6 +3,7 @@
 import dataclasses
 import lzma
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -79,3 +80,40 @@ def test_a_gpt2_is_refused(folder, tmp_path):
     train(usual, tmp_path / "gpt2-seed0")
     with pytest.raises(UserError, match="gpt2-seed0 has no gated layers"):
         own_llama.measure(tmp_path, tokens)
+
+
+def tables(last: dict) -> dict:
+    """Tables of one layer and two windows in which all is 1, but in clean's last step."""
+    steps = [0, 500, 2000, 5000, 20000]
+    index = pd.MultiIndex.from_product([["clean", "free"], steps, [0, 1]])
+    base = index.to_frame(index=False).set_axis(["arm", "step", "window"], axis=1)
+    names = ("tail", "highest", "loudest", "quiet", "stream", "stream_median")
+    pairs = base.assign(layer=0, token=0, stream_token=0, **dict.fromkeys(names, 1.0))
+    heads = base.assign(layer=0, head=0, sink=0.1, qk=1.0)
+    costs = pd.concat([base.assign(way=way, loss=1.0, later=1.0)
+                       for way in (*own_llama.TURNS, *own_llama.STORED)])  # fmt: skip
+    for table in (pairs, heads, costs):
+        end = (table.arm == "clean") & (table.step == 20000)
+        for name, value in last.items():
+            if name in table:
+                table.loc[end, name] = value
+            elif "way" in table:
+                table.loc[end & (table.way == name), ["loss", "later"]] = value
+    return dict(pairs=pairs, heads=heads, costs=costs.reset_index(drop=True))
+
+
+def test_what_pages_ask():
+    last = dict(tail=3.0, highest=0.95, loudest=60, stream=19, sink=0.7, qk=6.0, counting=1.5,
+                code=0.99, int8=1.25)  # fmt: skip
+    pairs, turns = own_llama.of_pairs(found := tables(last)), own_llama.of_turns(found)
+    assert (pairs["late"].value, pairs["decay"].value, pairs["decay"].n) == (3, 3, 1)
+    assert pairs["aligned"].tolist() == [3] and pairs["end"].tolist() == [0.95]
+    assert pairs["grows"].tolist() == [True] * 2 and pairs["early"].tolist() == [False] * 2
+    assert pairs["stream"].tolist() == [False] * 2 and pairs["int8"].tolist() == [0.25] * 2
+    assert pairs["token"].tolist() == [0, 0] and len(pairs["e4m3"]) == 10
+    assert np.isclose(turns["code"].max(), 0.01) and turns["counting"].tolist() == [0.5] * 2
+    assert (turns["more"].value, turns["change"].value) == (0.5, 6)
+    assert turns["sinks"].to_dict() == {"0, 0": True} and not turns["early"].any()
+    shown = own_llama.courses(found).set_index(["arm", "step"]).loc[("clean", 20000)]
+    assert (shown.loud, shown.sinks, shown.counting) == (60, 1, 0.5)
+    assert set(own_llama.of_pairs({}).values()) == {None} == set(own_llama.of_turns({}).values())

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import save as to_bytes
 
 from lowprec import UserError, entry
+from lowprec.evidence.claims import Measured
 from lowprec.records import files
 from lowprec.records.tables import write_table
 from lowprec.studies import gated, loud, loud_real, rotated
@@ -181,6 +182,103 @@ def capture(folder: Path, out: Path, tokens, device: str = "cpu") -> Path:
     packed = lzma.compress(content, lzma.FORMAT_ALONE, filters=XZ)
     files.write_atomic(unwritten(path), lambda file: file.write(packed))
     return path
+
+
+# What pages ask of the tables
+
+END, MIDDLE, YOUNG, EARLY = 20_000, 5_000, 2_000, 500
+"""Steps that the rules of `llama20k` name; 0 is before the first."""
+LOUD, MASSIVE = 50, 20
+"""A channel, and a number of the stream, count as large from so many times the usual one on."""
+
+
+def read(folder) -> dict[str, pd.DataFrame]:
+    """The tables of a campaign's folder by name, {} where there are none yet."""
+    paths = {n: Path(folder) / f"{n}.parquet" for n in ("pairs", "heads", "costs")}
+    there = all(path.is_file() for path in paths.values())
+    return {n: pd.read_parquet(path) for n, path in paths.items()} if there else {}
+
+
+def of_pairs(tables: dict) -> dict:
+    """What the page on loud channels asks, by the end of its claims' names; None without tables."""
+    names = ("aligned", "late", "decay", "end", "grows", "early", "stream", "e4m3", "int8", "token")
+    if not tables:
+        return dict.fromkeys(names)
+    pairs = tables["pairs"].set_index(["arm", "step"]).sort_index()
+    arms = {arm for arm, _ in pairs.index}
+    tail = pairs[pairs.window == 0].groupby(["arm", "step"])["tail"].median()
+    last = pairs.loc[("clean", END)]
+    loud_, size = _first(pairs, "token", "loudest", "quiet", LOUD), last.layer.nunique()
+    massive = _first(pairs, "stream_token", "stream", "stream_median", MASSIVE)
+    by_layer = last[last.window == 0].set_index("layer")
+    ratio = Measured(tail["clean", END] / tail["free", END], size) if "free" in arms else None
+    return dict(
+        aligned=by_layer["tail"], late=Measured(tail["clean", END] / tail["clean", MIDDLE], size),
+        decay=ratio, end=by_layer.highest, grows=loud_(END), early=loud_(EARLY),
+        stream=massive(END), e4m3=added(tables, "current"),
+        int8=added(tables, "int8", END), token=added(tables, "int8-token", END),
+    )  # fmt: skip
+
+
+def _first(pairs, token: str, largest: str, usual: str, times: float):
+    """Of a step in clean, by window, whether in some layer the largest number is at the first token
+    and so many times the usual one."""
+
+    def at(step: int) -> pd.Series:
+        rows = pairs.loc[("clean", step)]
+        found = (rows[token] == 0) & (rows[largest] >= times * rows[usual])
+        return found.groupby(rows.window).any()
+
+    return at
+
+
+def of_turns(tables: dict) -> dict:
+    """What the page on rotary positions asks, likewise."""
+    names = ("code", "counting", "more", "change", "sinks", "early")
+    if not tables:
+        return dict.fromkeys(names)
+    heads = tables["heads"].query("arm == 'clean'").set_index("step")
+    change = heads.qk.groupby("step").mean()
+    sink = heads.groupby(["step", "layer", "head"]).sink.mean() > rotated.SINK
+    sinks = {s: sink[s].set_axis([f"{i}, {h}" for i, h in sink[s].index]) for s in (EARLY, END)}
+    later = {s: added(tables, "counting", s, "later") for s in (YOUNG, END)}
+    return dict(
+        code=added(tables, "code").abs(), counting=later[END],
+        more=Measured(later[END].mean() - later[YOUNG].mean(), len(later[END])),
+        change=Measured(change[END] / change[0], len(heads.loc[END])),
+        sinks=sinks[END], early=sinks[EARLY],
+    )  # fmt: skip
+
+
+def added(tables: dict, way: str, step: int | None = None, column: str = "loss") -> pd.Series:
+    """The loss that a way of rounding adds in clean, by window, or by "step, window"."""
+    costs = tables["costs"].query("arm == 'clean'")
+    wide = costs.pivot(index=["step", "window"], columns="way", values=column)
+    gap = wide[way] - wide.fp32
+    return gap.set_axis([f"{s}, {w}" for s, w in gap.index]) if step is None else gap[step]
+
+
+FORMS = dict(aligned="{:.2f}", loud="{:.1f}", sinks="{:.2f}") | dict.fromkeys(
+    ("code", "counting", "current", "int8"), "{:z.4f}"
+)
+"""How a page shows the columns of `courses`."""
+
+
+def courses(tables: dict) -> pd.DataFrame:
+    """A row an arm and step, medians over windows: 90th percentile of |cos| in the median layer,
+    the loudest channel over the median one in the layer where that is largest, share of heads with
+    a sink, and what is added in nats by the code's rotation, counting, E4M3 and int8."""
+    pairs, keys = tables["pairs"], ["arm", "step"]
+    found = pd.DataFrame({"aligned": pairs.groupby(keys)["tail"].median()})
+    ratio = (pairs.loudest / pairs.quiet).groupby([pairs.arm, pairs.step, pairs.window]).max()
+    found["loud"] = ratio.groupby(keys).median()
+    found["sinks"] = (tables["heads"].sink > rotated.SINK).groupby(
+        [tables["heads"][key] for key in keys]
+    ).mean()  # fmt: skip
+    wide = tables["costs"].pivot(index=[*keys, "window"], columns="way", values="loss")
+    for way in ("code", "counting", "current", "int8"):
+        found[way] = (wide[way] - wide.fp32).groupby(keys).median()
+    return found.reset_index()
 
 
 def main(argv: list[str] | None = None) -> None:
