@@ -99,17 +99,16 @@ def heads(model, seen: dict) -> pd.DataFrame:
     token with the code's roundings; the mean lengths of q and k."""
     rows, base = [], model.config.rotary_base
     for layer, both in enumerate(zip(seen["q"], seen["k"], strict=True)):
-        q, k = (x[:, :MOVED].cpu() for x in both)
+        q, k = (x[:, :MOVED] for x in both)
         moved = {arm: rotated.moved(q, k, rotated.ARMS[arm], base) for arm in TURNS[:3]}
-        rows.append(pd.DataFrame(
-            dict(
-                layer=layer, head=range(len(q)),
-                sink=rotated.weights(q, k, rotated.USUAL, base)[:, 1:, 0].mean(-1),
-                first=rotated.share(moved["code"]), q=q.norm(dim=-1).mean(-1),
-                k=k.norm(dim=-1).mean(-1).repeat_interleave(len(q) // len(k)),
-            )
-            | {arm: rotated.change(columns) for arm, columns in moved.items()}
-        ))  # fmt: skip
+        columns = dict(
+            sink=rotated.weights(q, k, rotated.USUAL, base)[:, 1:, 0].mean(-1),
+            first=rotated.share(moved["code"]), q=q.norm(dim=-1).mean(-1),
+            k=k.norm(dim=-1).mean(-1).repeat_interleave(len(q) // len(k)),
+        )  # fmt: skip
+        columns |= {arm: rotated.change(table) for arm, table in moved.items()}
+        table = pd.DataFrame({name: x.cpu() for name, x in columns.items()})
+        rows.append(table.assign(layer=layer, head=range(len(q))))
     return pd.concat(rows)
 
 
