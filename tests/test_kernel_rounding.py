@@ -202,7 +202,7 @@ PRESETS = [
     ("PAPER+shift=beta(beta=7)", None), ("LOW+shift=mute(amplitude=23.7)+l_floor=1e-10", None),
     *((f"LOW+delta_from={source}", None) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
     ("FA2+delta_from=o_fp32+delta_bias=0.02", None), ("RELEASED+delta_from=o_fp32", 512),
-    *((f"FA2+row_sum={x}", None) for x in ("removed", "refined")),
+    *((f"FA2+row_sum={x}", None) for x in ("removed", "refined")), ("FA2+shift=pow2", None),
     *(("FA2+l_from=p_both", tile) for tile in (None, 128)), ("RELEASED+l_from=p_both", 512),
     *((f"RELEASED+row_sum={x}", 512) for x in ("removed", "refined")),
 ]  # fmt: skip
@@ -288,7 +288,9 @@ def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
         assert row["HGMMA"] == row["wgmma"] and row["tf32"] == 0, row
         assert (row["HMMA"] > 0) == (summed and kernel == "bwd_dq_kernel"), row
         assert row["may fuse"] == 0, row
-        if kernel == "fwd_kernel":  # a thread rescales two rows, in one or two loops
+        if kernel == "fwd_kernel" and "pow2" in policy:  # a product's whole part, and its fraction
+            assert row["fma"] == 2 * row["exp2"], row
+        elif kernel == "fwd_kernel":  # a thread rescales two rows, in one or two loops
             assert row["exp2"] - row["fma"] in (2, 4) if fused else row["fma"] == 0, row
         else:
             assert row["FFMA"] == row["fma"] == fused * row["exp2"], row

@@ -41,11 +41,13 @@ HARDWARE = {
         64: {
             "forward": (64, 64, 4, 3, 128), "forward 64": (64, 64, 4, 3, None),
             "forward 128": (64, 128, 4, 2, None), "forward tiled": (64, 64, 4, 3, 160),
+            "forward pow2": (64, 64, 4, 3, None),
             "dq": (64, 64, 4, 2, None), "dq tiled": (64, 32, 4, 4, None),
             "dkdv": (32, 64, 4, 4, 128), "dkdv tiled": (64, 64, 4, 3, None),
         },
         128: {
             "forward": (64, 64, 4, 3, None), "forward tiled": (64, 64, 4, 2, None),
+            "forward pow2": (64, 64, 4, 2, None),
             "dq": (64, 64, 4, 2, None), "dkdv": (32, 64, 4, 4, None),
         },
         256: {
@@ -133,7 +135,8 @@ def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
     else:
         table = HARDWARE["sm_90"] | ({} if hopper() else HARDWARE["other"])
         table = table[min(size for size in table if d <= size)]
-        names = (f"{kernel} {tile}", f"{kernel} tiled", kernel) if tile else (kernel,)
+        names = (f"{kernel} {tile}", f"{kernel} tiled") if tile else ()
+        names += kernel, kernel.split()[0]
         bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
         if dtype != torch.bfloat16:  # operands in several pieces need more of everything
             stages, registers = 1, None
@@ -148,6 +151,13 @@ def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
         bm, bn = (min(bm, tile), bn) if kernel == "dkdv" else (bm, min(bn, tile))
     even = lengths[0] % bm == 0 and lengths[1] % bn == 0
     return dict(bm=bm, bn=bn, tile=tile, even=even), options
+
+
+def one_pass(policy: PrecisionPolicy) -> bool:
+    """Whether blocks of any width leave the forward as it is over the whole row, but for the order
+    of FP32 sums."""
+    plain = policy.l.is_fp32 and policy.o_acc.is_fp32 and not policy.l_floor
+    return policy.shift.kind == "pow2" and plain
 
 
 def last_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -230,7 +240,11 @@ def forward(
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     b_ties = torch.empty_like(lse, dtype=torch.int32) if ties else None
     tile = 0 if tile is None or tile >= max(lengths) else tile
-    sizes, options = blocks("forward", d, lengths, tile, q.dtype)
+    if one_pass(policy):
+        sizes, options = blocks("forward pow2", d, lengths, 0, q.dtype)
+        sizes["tile"] = sizes["bn"]
+    else:
+        sizes, options = blocks("forward", d, lengths, tile, q.dtype)
     shift = policy.shift
     known = Constants(
         **common(q, k, mask, bias, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
