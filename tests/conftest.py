@@ -16,8 +16,8 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 RUNS = DATA / "runs"
 UNDER_WAY = (
     "positions", "ladder", "rotary", "entries", "positions_large", "otherwise",
-    "positions_specimens", "refined", "spectral", "rotation", "eight",
-    "eight_attention",
+    "positions_specimens", "refined", "spectral", "rotation", "eight", "galore",
+    "llama20k", "pow2", "eight_attention",
 )  # fmt: skip
 APART = ("windows", "pairs", *UNDER_WAY)
 

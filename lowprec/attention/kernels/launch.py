@@ -18,6 +18,7 @@ from lowprec import UserError
 from lowprec.attention.inputs import stored_inputs
 from lowprec.attention.kernels import backward as bwd
 from lowprec.attention.kernels import forward as fwd
+from lowprec.attention.kernels import views
 from lowprec.attention.kernels.rounding import Code, Constants, redrawn_code, site_code
 from lowprec.attention.masks import Mask
 from lowprec.numerics.policy import DITHER, SITES, PrecisionPolicy
@@ -204,6 +205,30 @@ def mask_arguments(q, k, mask: Mask, bias) -> tuple:
     return tuple(found)
 
 
+def blocks_seen(view: tuple, sizes: dict, by_keys: bool) -> tuple:
+    """`mask_arguments` and, of a dense mask, what each block of queries sees of the blocks of keys,
+    as first block, end of the whole ones and end, or by which queries a block of keys is seen; with
+    strides of (B, H, blocks)."""
+    n_q, n_k, dense, strides = view[0], view[1], view[4], view[5]
+    if dense.dtype != torch.uint8:
+        return *view, dense, (0, 0, 0)
+    b, h = (n if s else 1 for n, s in zip(dense.shape[:2], strides, strict=False))
+    sb, sh, sq, sk = strides
+    if by_keys:
+        shape, strides = (n_k, n_q, sizes["bn"], sizes["bm"]), (sb, sh, sk, sq)
+    else:
+        shape, strides = (n_q, n_k, sizes["bm"], sizes["bn"]), (sb, sh, sq, sk)
+    n_rows, n_columns, rows, columns = shape
+    blocks = triton.cdiv(n_rows, rows)
+    found = torch.empty(b, h, blocks, 3, dtype=torch.int32, device=dense.device)
+    with on_device(dense):
+        views.blocks_seen_kernel[(b * h * blocks,)](
+            dense, found, strides, n_rows, n_columns, h, rows, columns, by_keys
+        )
+    of = found.stride()
+    return *view, found, (of[0] if b > 1 else 0, of[1] if h > 1 else 0, of[2])
+
+
 def on_device(x: torch.Tensor):
     """Triton launches on the current device, which need not be that of the tensors."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
@@ -255,10 +280,11 @@ def forward(
         shift=shift.kind, beta=shift.beta, gamma=shift.gamma, tol=shift.tol,
         amplitude=shift.amplitude, dither_stream=DITHER,
     )  # fmt: skip
+    view = blocks_seen(mask_arguments(q, k, mask, bias), sizes, by_keys=False)
     with on_device(q):
         fwd.attention_fwd_kernel[(triton.cdiv(n, known.bm) * b * h,)](
             q, k, v, o, o_stored, o_fp32, lse, b_ties, strides(q, k, v, o),
-            mask_arguments(q, k, mask, bias), scale, seed, known, **options,
+            view, scale, seed, known, **options,
         )  # fmt: skip
     return o, o_stored, o_fp32, lse, b_ties
 
@@ -318,7 +344,8 @@ def backward(
     with on_device(q):
         bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
             q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_dk, delta_o, delta_ref, sums,
-            dq, strides(q, k, v, do, o, dq), view, scale, seed, known, **options,
+            dq, strides(q, k, v, do, o, dq), blocks_seen(view, sizes, by_keys=False), scale,
+            seed, known, **options,
         )  # fmt: skip
     if same["group"] > 1:  # the whole row is the queries of one head, and there are more
         tile = tile or LONGEST
@@ -327,7 +354,7 @@ def backward(
     known = Constants(**same, **sizes, **sites)
     with on_device(q):
         bwd.attention_bwd_dkdv_kernel[(triton.cdiv(k.shape[2], known.bn) * b * k.shape[1],)](
-            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk), view, scale,
-            seed, known, **options,
+            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk),
+            blocks_seen(view, sizes, by_keys=True), scale, seed, known, **options,
         )  # fmt: skip
     return dq, dk, dv, delta, delta_o, delta_ref, sums.sum((0, 2)) if probe else None
