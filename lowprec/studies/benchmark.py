@@ -68,7 +68,8 @@ def cases() -> list[Case]:
             "LOW+delta_from=dp", "PAPER+shift=beta(beta=7)", "LOW+o_acc=bf16:stochastic",
             "FA2+delta_from=o_fp32", "FA2+delta_from=o_split", "FA2+delta_from=dp",
             "FA2+o=bf16:stochastic", "FA2+l_from=p_rounded", "FA2+shift=dither(amplitude=0.6931)",
-            "FA2+row_sum=removed", "FA2+row_sum=refined",
+            "FA2+row_sum=removed", "FA2+row_sum=refined", "FA2+p=e4m3fn@2^8+o=e4m3fn@token,pow2",
+            "FA2+p=e4m3fn@2^8+p_bwd=e4m3fn@2^8+ds=e5m2@2^24",
         )
     ] + [
         Case(policy="FA2", tile=64), Case(policy="FA2", tile=128), Case(policy="PAPER", tile=128),
