@@ -92,14 +92,15 @@ def sum_p_dp(
 def sum_pv(
     b_q, keys, b_lse, b_pv, o_q, lo, hi, where, c: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Add the keys lo to hi to P V of weights that are not rounded.  # [BM, D]"""
+    """Add the keys lo to hi to P V of weights that are not rounded, nor cut to two pieces: what
+    that leaves would turn roundings of the sum.  # [BM, D]"""
     p_k, p_v, skt, svt = keys
     n, scale, who, view = where
     for first in range(lo, hi, c.bn):
         o_k = first + tl.arange(0, c.bn)
         _, b_p, _ = products(b_q, b_q, keys, b_lse, o_q, o_k, where, c, MASKED)
         b_v = load_rows(p_v, svt, o_k, n, c.d, c.even or not MASKED, c.native)
-        b_pv = dot(b_p, b_v, b_pv, c.pieces, c.native)
+        b_pv = dot(b_p, b_v, b_pv, 3, c.native)
     return b_pv
 
 
