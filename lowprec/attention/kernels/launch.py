@@ -129,15 +129,18 @@ def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
     return {name: site_code(policy, name) for name in sites}
 
 
-def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
-    """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick."""
+def blocks(kernel: str, d: int, lengths, tile: int, dtype, kind: str = "") -> tuple[dict, dict]:
+    """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick.
+
+    kind: "pow2", "dense" or "shared" (heads of keys), which may have a row of their own.
+    """
     if not NATIVE:
         bm, bn, options = 128, 128, {}
     else:
         table = HARDWARE["sm_90"] | ({} if hopper() else HARDWARE["other"])
         table = table[min(size for size in table if d <= size)]
-        names = (f"{kernel} {tile}", f"{kernel} tiled") if tile else ()
-        names += kernel, kernel.split()[0]
+        names = (f"{kernel} {tile}", f"{kernel} tiled") if tile else (f"{kernel} {kind}",)
+        names += (kernel,)
         bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
         if dtype != torch.bfloat16:  # operands in several pieces need more of everything
             stages, registers = 1, None
@@ -265,11 +268,11 @@ def forward(
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     b_ties = torch.empty_like(lse, dtype=torch.int32) if ties else None
     tile = 0 if tile is None or tile >= max(lengths) else tile
-    if one_pass(policy):
-        sizes, options = blocks("forward pow2", d, lengths, 0, q.dtype)
+    at_once = one_pass(policy)
+    kind = "pow2" if at_once else "dense" if mask.dense is not None else ""
+    sizes, options = blocks("forward", d, lengths, 0 if at_once else tile, q.dtype, kind)
+    if at_once:
         sizes["tile"] = sizes["bn"]
-    else:
-        sizes, options = blocks("forward", d, lengths, tile, q.dtype)
     shift = policy.shift
     known = Constants(
         **common(q, k, mask, bias, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
@@ -328,7 +331,8 @@ def backward(
     mean_key = _mean_key(k, same) if policy.row_sum == "removed" else None
     delta_dk = torch.empty_like(lse) if policy.row_sum == "refined" else delta
 
-    sizes, options = blocks("dq", d, lengths, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
+    kind = "" if mask.dense is None else "dense"
+    sizes, options = blocks("dq", d, lengths, 0 if policy.dq_acc.is_fp32 else tile, q.dtype, kind)
     known = Constants(
         **same, **sizes, probe=probe, delta_from=policy.delta_from, redrawn=redrawn_code(policy),
         delta_bias=policy.delta_bias, row_sum=policy.row_sum,
@@ -346,8 +350,9 @@ def backward(
             seed, known, **options,
         )  # fmt: skip
     if same["group"] > 1:  # the whole row is the queries of one head, and there are more
-        tile = tile or LONGEST
-    sizes, options = blocks("dkdv", d, lengths, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
+        tile, kind = tile or LONGEST, kind or "shared"
+    tile = 0 if policy.dkdv_acc.is_fp32 else tile
+    sizes, options = blocks("dkdv", d, lengths, tile, q.dtype, kind)
     sites = codes(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc")
     known = Constants(**same, **sizes, **sites)
     with on_device(q):
