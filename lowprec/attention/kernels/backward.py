@@ -4,7 +4,9 @@
 keys. `attention_bwd_dkdv_kernel` then owns a block of keys and sums dk and dv over the queries; its
 blocks are transposed, keys by queries, so that p and ds enter their products as they lie in
 registers. Where heads of queries share keys, it goes through them in order, and the sums go on.
-Both form s, p, dp and ds again; neither adds with atomics, so a step repeats bitwise.
+Both form s, p, dp and ds again; neither adds with atomics, so a step repeats bitwise. With c.five
+the first only stores delta, and the second adds ds k to dq in memory, each block of keys in turn:
+five products instead of seven, and the order of the sum is as fixed.
 `attention_bwd_mean_key_kernel` runs before them where row sums of ds, times the mean key, are taken
 out of dq. Where they refine delta instead, the first kernel hands the second delta plus them.
 """
@@ -27,6 +29,7 @@ from lowprec.attention.kernels.views import (
     queries_of,
     scale_of,
     scores,
+    turn_of,
     view_of,
     visible,
 )
@@ -145,6 +148,7 @@ def attention_bwd_dq_kernel(
     c.probe: also delta from the policy's o and from the unrounded o, and this block's sums of their
     difference, of its absolute value, and of the rows whose largest score is tied.
     c.tile: keys per rounding of dq's accumulator, 0 for one rounding at the end.
+    c.five: delta alone, dq comes from `attention_bwd_dkdv_kernel`.
     c.row_sum: take the row sums of ds out of ds k, "removed" times the mean key of the head and
     sequence, "refined" times the row of P k; then delta_dk is delta plus them.
     """
@@ -213,6 +217,8 @@ def attention_bwd_dq_kernel(
     if c.delta_bias != 0:
         b_delta += c.delta_bias * tl.abs(b_bias)
     tl.store(p_delta + o_row, b_delta, mask=o_q < n_q)
+    if c.five:
+        return
 
     b_dq = tl.full([c.bm, c.d], 0, tl.float32)
     b_sum = tl.full([c.bm, 8], 0, tl.float32)
@@ -256,14 +262,41 @@ def attention_bwd_dq_kernel(
 
 
 @triton.jit
+def add_in_turn(p_x, b_x, m_x, p_turn, turn, NATIVE: tl.constexpr):
+    """Add a block to memory once the counter has come to `turn`, and count on.
+
+    Nothing waits forever: by `turn_of` a program waits for those of later keys of the same head,
+    whose ids are smaller, so they have begun. The interpreter runs programs in that order and never
+    waits. (Assembly, since Triton prefetches nothing in a loop that has a loop or barrier in it.)
+    """
+    if NATIVE:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; again: ld.acquire.gpu.global.b32 $0, [$1]; setp.ne.s32 p, $0, $2; "
+            "@p bra again; }",
+            "=&r,l,r", [p_turn, turn], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        tl.atomic_add(p_x, b_x, mask=m_x, sem="relaxed")
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; bar.sync 0; mov.u32 $0, %tid.x; setp.eq.s32 p, $0, 0; "
+            "@p red.release.gpu.global.add.s32 [$1], 1; }",
+            "=&r,l", [p_turn], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        assert tl.load(p_turn) == turn, "not its turn"
+        tl.atomic_add(p_x, b_x, mask=m_x)
+        tl.atomic_add(p_turn, 1)
+
+
+@triton.jit
 def sum_dk_dv(
     b_k, b_v, queries, b_dk, b_dv, o_k, lo, hi, where, c: tl.constexpr, MASKED: tl.constexpr
 ):
     """Add the queries lo to hi to ds^T q and p_bwd^T dO.  # [BN, D] each
 
     MASKED: some of these queries do not see all keys of the block (causal).
+    c.five: also ds k to dq.
     """
-    p_q, p_do, p_lse, p_delta, sqt, sdt, row, n_q = queries
+    p_q, p_do, p_lse, p_delta, sqt, sdt, row, n_q, first, p_dq, p_turn = queries
     n, scale, who, view = where
     for start in range(lo, hi, c.bm):
         o_q = start + tl.arange(0, c.bm)
@@ -278,12 +311,20 @@ def sum_dk_dv(
         if MASKED:
             b_p = tl.where(visible(o_q[None, :], o_k[:, None], where, c), b_p, 0.0)
         if not c.even:  # 0 times an infinite key is NaN
-            b_p = tl.where(o_q[None, :] < n_q, b_p, 0.0)
+            b_p = tl.where((o_q[None, :] < n_q) & (o_k[:, None] < n), b_p, 0.0)
         b_ds = b_p * (b_dp - b_delta[None, :])
         b_p = operand(b_p, c.p_bwd, who, o_q[None, :], o_k[:, None], c.native)
         b_ds = operand(b_ds, c.ds, who, o_q[None, :], o_k[:, None], c.native)
         b_dv = dot(b_p, b_do, b_dv, c.pieces, c.native)
+        if c.five:
+            b_dq = tl.full([c.d, c.bm], 0, tl.float32)
+            b_dq = tl.trans(dot(tl.trans(b_k), b_ds, b_dq, c.pieces, c.native))
         b_dk = dot(b_ds, b_q, b_dk, c.pieces, c.native)
+        if c.five:
+            p_rows = p_dq + o_q[:, None] * (c.h * c.d) + tl.arange(0, c.d)[None, :]
+            turn = turn_of(first, start, n, view, c)
+            m_q = o_q[:, None] < n_q
+            add_in_turn(p_rows, b_dq, m_q, p_turn + start // c.bm, turn, c.native)
     return b_dk, b_dv
 
 
@@ -324,13 +365,16 @@ def add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def attention_bwd_dkdv_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, strides, mask, scale, seed,
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_dq, p_turns, strides, mask, scale, seed,
     c: tl.constexpr,
 ):  # fmt: skip
     """One block of BN keys: dk = scale * ds^T q and dv = p_bwd^T dO, in the inputs' dtype, summed
     over the heads of queries that read these keys, the first one first.
 
     c.tile: queries per rounding of the accumulators, 0 for one rounding at the end.
+    c.five: also dq / scale, added to FP32 zeros of (B, T, H, D), last keys first: under a causal
+    mask or a window a block reaches each of its queries a step after the block that goes before.
+    p_turns counts for each block of queries what was added.
     """
     sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdb, sdh, sdt, sgb, sgh, sgt = strides
     KEY_HEADS: tl.constexpr = c.h // c.group
@@ -339,7 +383,8 @@ def attention_bwd_dkdv_kernel(
     pid = tl.program_id(0)
     pid_bh = pid // n_blocks
     batch, head = (pid_bh // KEY_HEADS).to(tl.int64), (pid_bh % KEY_HEADS).to(tl.int64)
-    first = (pid % n_blocks) * c.bn
+    block = n_blocks - 1 - pid % n_blocks if c.five else pid % n_blocks
+    first = block * c.bn
     o_k = first + tl.arange(0, c.bn)
     b_k = load_rows(p_k + batch * skb + head * skh, skt, o_k, n, c.d, c.even, c.native)
     b_v = load_rows(p_v + batch * svb + head * svh, svt, o_k, n, c.d, c.even, c.native)
@@ -350,7 +395,11 @@ def attention_bwd_dkdv_kernel(
         reader = head * c.group + i
         row = (pid_bh.to(tl.int64) * c.group + i) * n_q
         p_q_head, p_do_head = p_q + batch * sqb + reader * sqh, p_do + batch * sdb + reader * sdh
-        queries = (p_q_head, p_do_head, p_lse, p_delta, sqt, sdt, row, n_q)
+        p_dq_head = p_dq + (batch * n_q * c.h + reader) * c.d
+        p_turn = p_turns + (pid_bh.to(tl.int64) * c.group + i) * tl.cdiv(n_q, c.bm)
+        queries = (
+            p_q_head, p_do_head, p_lse, p_delta, sqt, sdt, row, n_q, first, p_dq_head, p_turn
+        )  # fmt: skip
         view = of_head(whole, mask, reader)
         where = (n, scale, (seed, batch, reader), view)
         b_dk, b_dv = add_head(b_k, b_v, queries, b_dk, b_dv, o_k, first, where, c)

@@ -43,26 +43,30 @@ HARDWARE = {
             "forward 128": (64, 128, 4, 2, None), "forward tiled": (64, 64, 4, 3, 160),
             "dq": (64, 64, 4, 2, None), "dq tiled": (64, 32, 4, 4, None),
             "dkdv": (32, 64, 4, 4, 128), "dkdv tiled": (64, 64, 4, 3, None),
+            "five": (64, 128, 8, 2, None),
         },
         128: {
             "forward": (64, 64, 4, 3, None), "forward tiled": (64, 64, 4, 2, None),
             "dq": (64, 64, 4, 2, None), "dkdv": (32, 64, 4, 4, None),
+            "five": (64, 128, 8, 2, None),
         },
         256: {
             "forward": (128, 32, 8, 3, None), "dq": (64, 64, 8, 2, None),
-            "dkdv": (64, 64, 8, 2, None),
+            "dkdv": (64, 64, 8, 2, None), "five": (32, 64, 8, 2, None),
         },
     },
     "other": {
         256: {
             "forward": (64, 32, 8, 1, None), "dq": (32, 32, 8, 1, None),
-            "dkdv": (32, 32, 8, 1, None),
+            "dkdv": (32, 32, 8, 1, None), "five": (32, 32, 8, 1, None),
         },
     },
 }  # fmt: skip
 """Chosen from the sweep that data/benchmarks/ records. Other architectures use sm_90's but for
 what stands under "other", which fits into the 99 KiB of shared memory that some of them have. There
-the kernels were compiled and not timed."""
+the kernels were compiled and not timed, and so was "five"."""
+FIVE_FROM: dict[int, int] = {}
+"""{head_dim: fewest queries} of a backward by five products. None yet, as it was not timed."""
 
 
 def check_supported(policy: PrecisionPolicy, tile: int | None = None) -> None:
@@ -120,6 +124,13 @@ def hopper() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(0)[0] == 9
 
 
+def five_products(policy: PrecisionPolicy, d: int, n: int) -> bool:
+    """Whether dq is summed in memory, in the kernel of dk and dv: in FP32, and where neither delta
+    nor dk needs a pass over the keys before."""
+    passes = policy.delta_from == "dp" or policy.row_sum != "as_rounded"
+    return policy.dq_acc.is_fp32 and not passes and n >= FIVE_FROM.get(d, LONGEST)
+
+
 @functools.lru_cache
 def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
     """{"p_bwd": code, ...} of the sites that a kernel rounds at."""
@@ -145,7 +156,7 @@ def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
         if registers:
             options["maxnreg"] = registers
     if tile:  # the side that the kernel walks along
-        bm, bn = (min(bm, tile), bn) if kernel == "dkdv" else (bm, min(bn, tile))
+        bm, bn = (min(bm, tile), bn) if kernel in ("dkdv", "five") else (bm, min(bn, tile))
     even = lengths[0] % bm == 0 and lengths[1] % bn == 0
     return dict(bm=bm, bn=bn, tile=tile, even=even), options
 
@@ -287,11 +298,12 @@ def backward(
     dq, dk, dv = (new_rows(x) for x in (q, k, v))
     mean_key = _mean_key(k, same) if policy.row_sum == "removed" else None
     delta_dk = torch.empty_like(lse) if policy.row_sum == "refined" else delta
+    five = five_products(policy, d, n)
 
     sizes, options = blocks("dq", d, lengths, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
     known = Constants(
         **same, **sizes, probe=probe, delta_from=policy.delta_from, redrawn=redrawn_code(policy),
-        delta_bias=policy.delta_bias, row_sum=policy.row_sum,
+        delta_bias=policy.delta_bias, row_sum=policy.row_sum, five=five,
         **codes(policy, "s", "dodo", "dp", "p_bwd", "ds", "dq_acc"),
     )  # fmt: skip
     n_blocks = triton.cdiv(n, known.bm)
@@ -306,12 +318,19 @@ def backward(
         )  # fmt: skip
     if same["group"] > 1:  # the whole row is the queries of one head, and there are more
         tile = tile or LONGEST
-    sizes, options = blocks("dkdv", d, lengths, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
+    tile = 0 if policy.dkdv_acc.is_fp32 else tile
+    sizes, options = blocks("five" if five else "dkdv", d, lengths, tile, q.dtype)
     sites = codes(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc")
-    known = Constants(**same, **sizes, **sites)
+    known = Constants(**same, **sizes, **sites, five=five)
+    sums_dq, turns = dq, delta  # stand for tensors that are not there
+    if five:
+        sums_dq = new_rows(q, torch.float32).zero_()
+        turns = torch.zeros(b * h * triton.cdiv(n, known.bm), dtype=torch.int32, device=q.device)
     with on_device(q):
         bwd.attention_bwd_dkdv_kernel[(triton.cdiv(k.shape[2], known.bn) * b * k.shape[1],)](
-            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk), view, scale,
-            seed, known, **options,
+            q, k, v, do, lse, delta_dk, dk, dv, sums_dq, turns, strides(q, k, v, do, dk), view,
+            scale, seed, known, **options,
         )  # fmt: skip
+        if five:
+            torch.mul(sums_dq, scale, out=dq)
     return dq, dk, dv, delta, delta_o, delta_ref, sums.sum((0, 2)) if probe else None

@@ -36,6 +36,7 @@ class Constants:
     plain: the mask is causal from the first query and key on, or there is none. If it is not plain,
     window, ranged and dense say what there is of `lowprec.attention.masks.Mask`. bias: numbers are
     added to s; direct: maxima are of s and not of the products.
+    five: dq is summed where dk and dv are, see `backward`.
     Each site is its `site_code`, redrawn that of a second rounding of o; the rest are fields of the
     policy and what the caller wants back.
     """
@@ -85,6 +86,7 @@ class Constants:
     shadow: bool = False
     ties: bool = False
     probe: bool = False
+    five: bool = False
 
 
 def site_code(policy: PrecisionPolicy, name: str) -> int:

@@ -105,6 +105,16 @@ def queries_of(first, n_q, view, c: tl.constexpr):
 
 
 @triton.jit
+def turn_of(first, start, n, view, c: tl.constexpr):
+    """How many blocks of keys after that from `first` have the queries from `start` on among those
+    of `queries_of`."""
+    last = tl.cdiv(n, c.bn) - 1
+    if c.causal:
+        last = tl.minimum(last, (start + c.bm - 1 + view[1]) // c.bn)
+    return last - first // c.bn
+
+
+@triton.jit
 def scores(b_product, o_q, o_k, where, c: tl.constexpr):
     """(what `exp_difference` takes for s, s as in `lowprec.attention.masks`) from the product; o_q
     and o_k broadcast. The first is rnd_s(q k^T), to be scaled by `scale_of`; with a bias s itself.
