@@ -165,6 +165,7 @@ class Compiled:
 
 job, rows = json.load(sys.stdin), []
 launch.hopper = lambda: job["architecture"] == 90
+launch.FIVE_FROM = {job["head_dim"]: 0} if job["five"] else {}
 triton.runtime.driver.set_active(Target())
 launch.check_tensors = lambda *_: None  # the tensors are on the CPU
 for module in (launch.fwd, launch.bwd):
@@ -194,6 +195,8 @@ COUNT = {
         "fma": r"\bfma\.rn\.f32",  # log's own polynomial is fma.rn.ftz
         "may fuse": r"\b(?:add|sub|mul)\.f32",  # .rn forbids the assembler to fuse them
         "exp2": r"\bex2\.approx",
+        "prefetched": r"cp\.async\.cg",
+        "waits": r"ld\.acquire\.gpu",
     },
     "sass": {"HGMMA": r"\bHGMMA\.", "HMMA": r"\bHMMA\.", "FFMA": r"\bFFMA\b"},
 }
@@ -240,7 +243,7 @@ NATIVE = [
 def compiled(policy, tile, d, cache, **how):
     """(job, a row a kernel) of the kernels of a launch."""
     job = dict(n=1024, head_dim=d, scale=d**-0.5, dtype="bfloat16", probe=True, heads=3, mask=None,
-               architecture=90)  # fmt: skip
+               architecture=90, five=False)  # fmt: skip
     job |= dict(policy=policy, tile=tile, count=COUNT) | how
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
@@ -294,16 +297,39 @@ def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
             assert row["FFMA"] == row["fma"] == fused * row["exp2"], row
 
 
+@pytest.mark.parametrize(
+    "policy,d,how",
+    [
+        ("FA2", 64, {}),
+        *(pytest.param(policy, d, how, marks=pytest.mark.slow)
+          for policy, d, how in [
+              ("FA2+delta_from=o_split", 128, {}), ("FA2", 256, dict(probe=False)),
+              ("LOW+dq_acc=fp32", 64, dict(n=200, heads=1)), ("FA2", 64, dict(mask="window")),
+              ("FA2", 128, dict(mask="dense")), ("ALL_FP32", 64, dict(n=200)),
+          ]),
+    ],
+)  # fmt: skip
+def test_five_products_compile_to_sm_90(policy, d, how, tmp_path):
+    """The second kernel has none, and the third waits once in each of its two loops, which fetch
+    the next queries ahead as they do for seven."""
+    how = dict(probe=False) | how
+    _, (_, delta, five) = compiled(policy, None, d, tmp_path, five=True, **how)
+    assert delta["wgmma"] == delta["waits"] == 0 and five["waits"] == 2, (delta, five)
+    assert five["HGMMA"] == five["wgmma"] > 0 and five["prefetched"] > 0, five
+    assert five["tf32"] == five["may fuse"] == 0 and five["FFMA"] == five["fma"], five
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("policy,five", [("SAFE", False), ("FA2", True)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize(
     "architecture,kib", [(80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)]
 )
-def test_a_block_fits_into_the_shared_memory(architecture, kib, d, dtype, tmp_path):
+def test_a_block_fits_into_the_shared_memory(architecture, kib, d, dtype, policy, five, tmp_path):
     """kib: the most that one block may have, by the CUDA programming guide's table."""
-    how = dict(probe=False, architecture=architecture, dtype=dtype)
-    _, rows = compiled("SAFE", None, d, tmp_path, **how)
+    how = dict(probe=False, architecture=architecture, dtype=dtype, five=five)
+    _, rows = compiled(policy, None, d, tmp_path, **how)
     assert len(rows) == 3 and max(row["shared"] for row in rows) <= kib * 1024, rows
 
 

@@ -31,6 +31,7 @@ import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -291,6 +292,13 @@ WIDE = {
              (64, 64, 8, 2, None), (16, 64, 4, 2, None)],
 }  # fmt: skip
 """For heads of 256."""
+FIVE = {
+    64: [(64, 64, 4, 2, None), (64, 64, 4, 2, 168), (32, 64, 4, 3, 168), (64, 128, 8, 3, None),
+         (32, 128, 8, 3, 128)],
+    128: [(64, 64, 8, 2, None), (64, 128, 8, 2, None), (32, 128, 8, 2, None), (32, 64, 4, 3, None),
+          (32, 64, 8, 3, 128)],
+}  # fmt: skip
+"""By head size, for the backward by five products."""
 RELEASED = Case(policy="RELEASED", tile=512)
 PUBLISHED = Case(impl="released", policy="RELEASED", tile=512)
 SWEPT = [(kernel, case) for kernel in BLOCKS
@@ -301,17 +309,14 @@ SWEPT += [(kernel, Case(policy="SAFE", heads=3, head_dim=256)) for kernel in WID
 
 @contextlib.contextmanager
 def hardware_blocks(kernel: str, head_dim: int, block: tuple):
-    """One entry of the table replaced."""
+    """One entry of the table replaced, and with "five" that kernel in use."""
     from lowprec.attention.kernels import launch
 
     table = launch.HARDWARE["sm_90"]
     entry = table[min(size for size in table if head_dim <= size)]
-    kept = entry[kernel]
-    entry[kernel] = block
-    try:
+    used = {head_dim: 0} if kernel == "five" else {}
+    with patch.dict(entry, {kernel: block}), patch.dict(launch.FIVE_FROM, used):
         yield
-    finally:
-        entry[kernel] = kept
 
 
 def sweep_one(kernel: str, case: Case, block: tuple) -> dict:
@@ -338,6 +343,24 @@ def _compile(job) -> None:
         with hardware_blocks(kernel, case.head_dim, block) if block else contextlib.nullcontext():
             x = Inputs(small)
             x.backward(x.forward())
+
+
+def five_beside_seven() -> list[dict]:
+    """Milliseconds of the backward by seven products, a row without a kernel, and in each of `FIVE`
+    by five; printed as they come."""
+    need_gpu()
+    jobs = [
+        ("five", Case(batch=TOKENS // n, seqlen=n, heads=h, head_dim=d), block)
+        for h, d in ((12, 64), (6, 128)) for n in (1024, 4096, 16384) for block in (None, *FIVE[d])
+    ]  # fmt: skip
+    with ProcessPoolExecutor(12, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, [job for job in jobs if job[1].seqlen == 1024]))
+    rows = []
+    for kernel, case, block in jobs:
+        row = sweep_one(kernel, case, block) if block else {"ms": measure(case)["backward_ms"]}
+        rows.append(dict(seqlen=case.seqlen, head_dim=case.head_dim) | row)
+        print(*rows[-1].values(), flush=True)
+    return rows
 
 
 def need_gpu() -> None:
@@ -454,8 +477,13 @@ def main() -> None:
     parser.add_argument("--tests", type=Path, help="junit file of the GPU tests")
     parser.add_argument("--released", type=Path, help="attention.py of the published code")
     parser.add_argument("--no-sweep", action="store_true", help="leave out the hardware blocks")
+    parser.add_argument("--five", action="store_true", help="five products beside seven alone")
     args = parser.parse_args()
     path = new_path(args.folder)
+    if args.five:
+        result = provenance.provenance("cuda") | dict(five=five_beside_seven())
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        return
     result = record(args.tests, not args.no_sweep, args.released)
     path.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["cases"]:

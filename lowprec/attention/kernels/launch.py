@@ -143,12 +143,15 @@ def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
         bm, bn, options = 128, 128, {}
     else:
         table = HARDWARE["sm_90"] | ({} if hopper() else HARDWARE["other"])
+        if kernel == "five" and not hopper():
+            table = HARDWARE["other"]
         table = table[min(size for size in table if d <= size)]
         names = (f"{kernel} {tile}", f"{kernel} tiled", kernel) if tile else (kernel,)
         bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
         if dtype != torch.bfloat16:  # operands in several pieces need more of everything
             stages, registers = 1, None
-        if dtype == torch.float32 and d > (128 if hopper() else 64):  # three pieces must fit
+        longest = 0 if kernel == "five" else 128 if hopper() else 64
+        if dtype == torch.float32 and d > longest:  # three pieces must fit
             most = 32 if hopper() or d <= 128 else 16
             bm, bn = min(bm, most), min(bn, most)
         # Each product and each sum rounds on its own, as in the emulation.
