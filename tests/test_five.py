@@ -86,10 +86,14 @@ def test_a_turn_that_has_not_come_is_noticed(switch, monkeypatch):
 
 def test_what_five_products_serve(monkeypatch):
     """A sum in FP32 for which nothing is needed first, from the length that the table names."""
-    assert launch.FIVE_FROM == {} and not launch.five_products(FA2, 64, 2**20)
-    monkeypatch.setitem(launch.FIVE_FROM, 64, 4096)
-    serves = launch.five_products
-    assert serves(FA2, 64, 4096) and not serves(FA2, 64, 4095) and not serves(FA2, 128, 4096)
+    table, causal = launch.FIVE_FROM, Mask(causal=True)
+
+    def served(policy=FA2, mask=causal, d=64, n=4096):
+        return launch.five_products(policy, mask, d, n)
+
+    assert table == {} and not served(n=2**20)
+    monkeypatch.setitem(table, 64, 4096)
+    assert served() and served(FA2.replace(delta_from="o_split"), Mask(causal=True, window=9))
+    assert not (served(n=4095) or served(d=128) or served(SAFE) or served(mask=MASKS["dense"][2]))
     for changed in (dict(dq_acc="bf16"), dict(row_sum="removed"), dict(delta_from="dp")):
-        assert not serves(FA2.replace(**changed), 64, 4096)
-    assert serves(FA2.replace(delta_from="o_split"), 64, 4096) and not serves(SAFE, 64, 4096)
+        assert not served(FA2.replace(**changed))

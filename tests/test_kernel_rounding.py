@@ -168,7 +168,7 @@ launch.hopper = lambda: job["architecture"] == 90
 launch.FIVE_FROM = {job["head_dim"]: 0} if job["five"] else {}
 triton.runtime.driver.set_active(Target())
 launch.check_tensors = lambda *_: None  # the tensors are on the CPU
-for module in (launch.fwd, launch.bwd):
+for module in (launch.fwd, launch.bwd, launch.views):
     for name in [name for name in vars(module) if name.endswith("_kernel")]:
         setattr(module, name, Compiled(getattr(module, name)))
 p = PrecisionPolicy.parse(job["policy"])
@@ -205,7 +205,7 @@ PRESETS = [
     ("PAPER+shift=beta(beta=7)", None), ("LOW+shift=mute(amplitude=23.7)+l_floor=1e-10", None),
     *((f"LOW+delta_from={source}", None) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
     ("FA2+delta_from=o_fp32+delta_bias=0.02", None), ("RELEASED+delta_from=o_fp32", 512),
-    *((f"FA2+row_sum={x}", None) for x in ("removed", "refined")),
+    *((f"FA2+row_sum={x}", None) for x in ("removed", "refined")), ("FA2+shift=pow2", None),
     *(("FA2+l_from=p_both", tile) for tile in (None, 128)), ("RELEASED+l_from=p_both", 512),
     *((f"RELEASED+row_sum={x}", 512) for x in ("removed", "refined")),
 ]  # fmt: skip
@@ -268,6 +268,9 @@ def compiled(policy, tile, d, cache, **how):
 )  # fmt: skip
 def test_masks_compile_to_sm_90(policy, tile, mask, tmp_path):
     _, rows = compiled(policy, tile, 64, tmp_path, mask=mask, probe=False)
+    of_mask = [row for row in rows if row["kernel"] == "blocks_seen_kernel"]
+    assert len(of_mask) == (3 if mask == "dense" else 0)
+    rows = [row for row in rows if row not in of_mask]
     assert len(rows) == 3
     for row in rows:
         assert row["sm_90"] == 1 and row["HGMMA"] == row["wgmma"] > 0 and row["tf32"] == 0, row
@@ -291,7 +294,9 @@ def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
         assert row["HGMMA"] == row["wgmma"] and row["tf32"] == 0, row
         assert (row["HMMA"] > 0) == (summed and kernel == "bwd_dq_kernel"), row
         assert row["may fuse"] == 0, row
-        if kernel == "fwd_kernel":  # a thread rescales two rows, in one or two loops
+        if kernel == "fwd_kernel" and "pow2" in policy:  # a product's whole part, and its fraction
+            assert row["fma"] == 2 * row["exp2"], row
+        elif kernel == "fwd_kernel":  # a thread rescales two rows, in one or two loops
             assert row["exp2"] - row["fma"] in (2, 4) if fused else row["fma"] == 0, row
         else:
             assert row["FFMA"] == row["fma"] == fused * row["exp2"], row
@@ -305,7 +310,7 @@ def test_compiles_to_sm_90(policy, tile, d, how, tmp_path):
           for policy, d, how in [
               ("FA2+delta_from=o_split", 128, {}), ("FA2", 256, dict(probe=False)),
               ("LOW+dq_acc=fp32", 64, dict(n=200, heads=1)), ("FA2", 64, dict(mask="window")),
-              ("FA2", 128, dict(mask="dense")), ("ALL_FP32", 64, dict(n=200)),
+              ("FA2", 128, dict(mask="bias")), ("ALL_FP32", 64, dict(n=200)),
           ]),
     ],
 )  # fmt: skip

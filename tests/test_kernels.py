@@ -42,7 +42,7 @@ ONE_FIELD = [
     *(LOW.replace(delta_from=source) for source in ("o_fp32", "o_split", "o_redrawn", "dp")),
 ]  # fmt: skip
 SHIFTS = ["beta(beta=7)", "beta(beta=2,gamma=0.5,tol=0.1)", "offset(amplitude=0.5)",
-          "dither(amplitude=0.5)"]  # fmt: skip
+          "dither(amplitude=0.5)", "pow2"]  # fmt: skip
 MODES = ["nearest_away", "toward_zero", "stochastic"]
 CASES = [
     *((p, None) for p in (ALL_FP32, FA2, PAPER, LOW, *ONE_FIELD)),
@@ -52,6 +52,7 @@ CASES = [
     (every("bf16:stochastic").replace(l_from="p_both"), 64),
     (RELEASED.replace(delta_from="o_fp32"), 64), (PAPER.replace(delta_from="o_fp32"), None),
     *((PAPER.replace(shift=shift), tile) for shift in SHIFTS for tile in (None, 64)),
+    (FA2.replace(shift="pow2"), None), (FA2.replace(shift="pow2", l_from="p_both"), 64),
     *((p.replace(shift="mute(amplitude=8)", l_floor=1e-10), tile)
       for p, tile in ((PAPER, None), (PAPER, 64), (LOW, None))),
     *((every(f"{fmt}:{mode}"), 64) for fmt in ("bf16", "fp16") for mode in MODES),

@@ -46,6 +46,7 @@ def shifted(r, tied, shift, u):
         "mute": torch.where(tied & (r > shift.amplitude), 1e30, r),
         "offset": r + shift.amplitude,
         "dither": r + shift.amplitude * u,
+        "pow2": (r / LN2).ceil() * LN2,
     }[shift.kind]
 
 
@@ -66,6 +67,11 @@ def forward(q, k, v, rnd, tile, causal, c):
         before, m = m, torch.maximum(m, torch.where(sees, shifted(r, tied, p.shift, u), r))
         x, alpha = rnd("x", s - m, block), rnd("x", before - m, keys + j).exp()
         p_bar = x.exp()
+        if p.shift.kind == "pow2":
+            t, most, least = s * (1 / LN2), (m / LN2).round(), (before / LN2).round()
+            fraction = torch.exp2((t - t.round()).double()).float()
+            p_bar = (fraction * torch.exp2((t.round() - most).double())).float().nan_to_num(0.0)
+            alpha = torch.exp2((least - most).double()).float()
         p_hat = rnd("p", p_bar, block)
         t_bar, t = (x.sum(-1, keepdim=True) for x in (p_bar, p_hat))
         t_bar, t = (torch.where(sees, x.clamp(min=p.l_floor), x) for x in (t_bar, t))
@@ -135,6 +141,7 @@ def backward(t, q, k, v, do, rnd, tile, c):
     t.dq, t.dk, t.dv = c * a, c * dk, dv
 
 
+LN2 = math.log(2)
 EACH = PrecisionPolicy(**{site: f"e8m{4 + i}" for i, site in enumerate(SITES)})
 DRAWN = EACH.replace(**{site: f"e8m{4 + i}:stochastic" for i, site in enumerate(SITES)})
 CHANGES = [
@@ -144,7 +151,7 @@ CHANGES = [
     dict(delta_from="o_redrawn"),
     dict(delta_from="dp", delta_bias=2.0), dict(shift="beta(beta=2,gamma=0.5,tol=0.3)"),
     dict(shift="offset(amplitude=0.3)"), dict(shift="dither(amplitude=0.7)"),
-    dict(shift="mute(amplitude=1,tol=0.3)", l_floor=0.1),
+    dict(shift="mute(amplitude=1,tol=0.3)", l_floor=0.1), dict(shift="pow2", x="fp32"),
 ]  # fmt: skip
 
 

@@ -55,7 +55,7 @@ CHANGES = {
         "offset(amplitude=0.3)",
         "dither(amplitude=0.3)",
         "mute(amplitude=3)",
-    ],
+    ],  # pow2 where x is FP32, see test_pow2
     "l_floor": [100.0],
     "delta_bias": [0.5, -0.5],
     "row_sum": ["removed", "refined"],

@@ -28,6 +28,7 @@ SHIFTS = [
     Shift("beta"),
     Shift("beta", beta=7.0, gamma=0.5),
     Shift("offset", amplitude=2.0),
+    Shift("pow2"),
 ]
 
 

@@ -16,6 +16,7 @@ becomes of a score are `lowprec.attention.masks`.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import torch
@@ -34,6 +35,9 @@ from lowprec.attention.inputs import (
 from lowprec.attention.masks import NEG_INF
 from lowprec.numerics.formats import BF16, keyed_bits, round_to
 from lowprec.numerics.policy import DITHER, REDRAW, SITES, PrecisionPolicy
+
+LN2 = math.log(2)
+LOG2E = 1 / LN2
 
 
 class Trace(SimpleNamespace):
@@ -217,7 +221,23 @@ def shifted_max(r, s, shift, rnd):
         return r + shift.amplitude
     if shift.kind == "dither":
         return r + shift.amplitude * rnd.bits(DITHER, r).float() * 2.0**-32
+    if shift.kind == "pow2":
+        whole = (r * LOG2E).ceil()
+        return torch.where(whole.abs() < 2**21, whole, math.nan) * LN2
     return r
+
+
+def powers(m):
+    """m of shift "pow2" in whole powers of two, float64."""
+    return (m * LOG2E).round().double()
+
+
+def by_powers(s, m):
+    """exp(s - m) of shift "pow2", a fraction of a power of two times the power, FP32."""
+    t = s * LOG2E
+    fraction = (t - t.round()).double().exp2().float()
+    p = (fraction.double() * (t.round() - powers(m)).exp2()).float()
+    return torch.where(s == NEG_INF, 0.0, p)
 
 
 def _forward(q, k, v, policy, rnd, tile, seen_all, how, dropped) -> Trace:
@@ -225,7 +245,11 @@ def _forward(q, k, v, policy, rnd, tile, seen_all, how, dropped) -> Trace:
     rows = (*q.shape[:3], 1)
     m, l = q.new_full(rows, NEG_INF), q.new_zeros(rows)  # noqa: E741
     if how.sinks is not None:
-        m, l = how.sinks.float()[:, None, None].expand(rows), q.new_ones(rows)  # noqa: E741
+        sink = how.sinks.float()[:, None, None].expand(rows)
+        m, l = sink, q.new_ones(rows)  # noqa: E741
+        if policy.shift.kind == "pow2":
+            m = shifted_max(sink, sink, policy.shift, rnd)
+            l = by_powers(sink, m)  # noqa: E741
     l_lse = l_shadow = l
     o_acc = o_shadow = q.new_zeros(*q.shape[:3], d)
     blocks = []
@@ -239,6 +263,9 @@ def _forward(q, k, v, policy, rnd, tile, seen_all, how, dropped) -> Trace:
         x = rnd("x", s - finite, column=start)
         alpha = rnd("x", m - finite, column=n_k + j).exp()
         p_unnorm = x.exp()
+        if policy.shift.kind == "pow2":
+            alpha = (powers(m) - powers(finite)).exp2().float()
+            p_unnorm = by_powers(s, finite)
         p = rnd("p", p_unnorm, column=start)
         sees = seen.any(-1, keepdim=True)
         total = _total(p_unnorm if policy.l_from == "p_unnorm" else p, sees, policy)

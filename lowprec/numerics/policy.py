@@ -108,6 +108,12 @@ class Shift:
     r + amplitude. "dither": r + amplitude*u, u uniform in [0, 1), one draw per row.
     Softmax is invariant under any of these in exact arithmetic; only the rounding changes.
 
+    "pow2": log 2 times M, the least whole number that is no smaller than r / log 2. p_unnorm is
+    2^(t - round(t)) 2^(round(t) - M) with t = s / log 2 in FP32, so that another M changes its
+    exponent and no digit, and alpha is a power of two: p and o do not depend on the blocks, but for
+    the order of FP32 sums and what is below 2^-126. It forms no s - m, so x is FP32. A row with
+    |M| >= 2^21 is NaN.
+
     "mute" is no such shift: r, but where the maximum is tied and r > amplitude 1e30, which leaves
     the row no weight and yet m + log l and the next block's m - m finite. With a large finite tol,
     every row that sees two keys. It needs l_floor: then o is 0 / l_floor = 0 and the row adds
@@ -128,6 +134,7 @@ class Shift:
         "offset": ("amplitude",),
         "dither": ("amplitude",),
         "mute": ("amplitude", "tol"),
+        "pow2": (),
     }
 
     def __post_init__(self):
@@ -213,6 +220,8 @@ class PrecisionPolicy(Spelled):
                     f"policy field {name}: {getattr(self, name)!r} is not one of "
                     f"{', '.join(choices)}"
                 )
+        if self.shift.kind == "pow2" and not self.x.is_fp32:
+            raise UserError(f"policy field x: {self.x} has nothing to round with shift=pow2")
         if not 0 <= self.l_floor < float("inf"):
             raise UserError(f"policy field l_floor: {self.l_floor} must be finite, 0 (off) or more")
         if not abs(self.delta_bias) < float("inf"):

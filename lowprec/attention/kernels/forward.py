@@ -10,12 +10,16 @@ import triton
 import triton.language as tl
 
 from lowprec.attention.kernels.rounding import (
+    LN2,
+    LOG2E,
+    by_powers,
     difference,
     dot,
     exp,
     exp_difference,
     load_rows,
     operand,
+    power_of_two,
     random_words,
     round_site,
     store_rows,
@@ -90,9 +94,16 @@ def new_maximum(b_m, b_r, b_r2, o_q, who, n, j, c: tl.constexpr):
     elif c.shift == "dither":
         word = random_words(who, c.dither_stream, o_q, 0)
         b_shifted = b_r + c.amplitude * (word.to(tl.float32) * 2.3283064365386963e-10)
+    elif c.shift == "pow2":  # in whole powers of two from here on
+        b_shifted = tl.ceil(b_r * LOG2E)
+        b_shifted = tl.where(tl.abs(b_shifted) < 2097152.0, b_shifted, float("nan"))
     b_new = tl.maximum(b_m, tl.where(b_r == float("-inf"), b_r, b_shifted))
     b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_alpha = exp(round_site(b_m - b_finite, c.x, who, o_q, n + j, c.native))
+    if c.shift == "pow2":
+        b_alpha = power_of_two((tl.maximum(b_m - b_finite, -127.0) + 127.0).to(tl.int32))
+        b_alpha = tl.where(b_finite == b_finite, b_alpha, b_finite)
+    else:
+        b_alpha = exp(round_site(b_m - b_finite, c.x, who, o_q, n + j, c.native))
     return b_new, b_finite, b_alpha
 
 
@@ -112,7 +123,11 @@ def weighted_sum(
         if MASKED:  # where all scores seen are -inf, the hidden keys equal them
             m_top &= visible(o_q[:, None], o_k[None, :], where, c)
         b_ties += tl.sum(m_top.to(tl.int32), 1)
-    if c.x == 0:
+    if c.shift == "pow2":
+        b_p = by_powers(b_stored, b_s, b_finite[:, None], scale_of(where, c), c.exact)
+        if MASKED:
+            b_p = tl.where(visible(o_q[:, None], o_k[None, :], where, c), b_p, 0.0)
+    elif c.x == 0:
         b_p = exp_difference(b_stored, b_s, b_finite[:, None], scale_of(where, c), c.s, c.exact)
     else:
         b_x = difference(b_stored, b_s, b_finite[:, None], scale, c.exact)
@@ -276,10 +291,10 @@ def attention_fwd_kernel(
             )  # fmt: skip
     else:
         for first in range(begin // c.tile * c.tile, end, c.tile):
-            last = tl.minimum(first + c.tile, end)
-            seen = tl.minimum(tl.maximum(mid, first), last)
+            lo, last = tl.maximum(first, begin), tl.minimum(first + c.tile, end)
+            seen = tl.minimum(tl.maximum(mid, lo), last)
             b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
-                b_q, keys, o_q, first, seen, last, first // c.tile, where, b_m, b_l, b_l_lse, b_acc,
+                b_q, keys, o_q, lo, seen, last, first // c.tile, where, b_m, b_l, b_l_lse, b_acc,
                 b_l_shadow, b_shadow, b_top, b_ties, c, False, True,
             )  # fmt: skip
 
@@ -299,6 +314,8 @@ def attention_fwd_kernel(
     o_row = pid_bh.to(tl.int64) * n_q + o_q
     if c.l_from == "p_both":
         b_l = b_l_lse
+    if c.shift == "pow2":
+        b_m *= LN2
     b_lse = tl.where(blind, float("-inf"), b_m + tl.log(b_l))
     tl.store(p_lse + o_row, b_lse, mask=o_q < n_q)
     if c.ties:

@@ -22,6 +22,7 @@ from lowprec.numerics.formats import FP16, ROUNDINGS
 from lowprec.numerics.policy import REDRAW, SITES, PrecisionPolicy
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 NEAREST_EVEN, NEAREST_AWAY, TOWARD_ZERO, STOCHASTIC = map(tl.constexpr, range(4))  # ROUNDINGS
 HALF = tl.constexpr(1 << 7)  # the flag of FP16 in a code
 
@@ -319,3 +320,28 @@ def exp_difference(b_stored, b_s, b_shift, scale, S: tl.constexpr, EXACT: tl.con
         return tl.exp2(tl.fma(b_stored, scale * LOG2E, -(b_shift * LOG2E)))
     else:
         return exp(difference(b_stored, b_s, b_shift, scale, EXACT))
+
+
+@triton.jit
+def power_of_two(b_field):
+    """2^(b_field - 127) of an exponent field from 1 to 254, 0 of 0; int32."""
+    return (b_field << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def by_powers(b_stored, b_s, b_whole, scale, EXACT: tl.constexpr):
+    """exp(s) 2^-b_whole: 2^(t - round(t)) times a power of two, with t = s / log 2; 0 below 2^-126.
+
+    Added to 1.5 2^23 a number becomes whole, and its last bits are that whole number. Beyond 2^21
+    rows are NaN by then. NaN stays NaN, and -inf is no reason for one.
+    """
+    MAGIC: tl.constexpr = 12582912.0
+    if EXACT:
+        b_z = tl.fma(b_stored, scale * LOG2E, MAGIC)
+        b_fraction = tl.fma(b_stored, scale * LOG2E, MAGIC - b_z)
+    else:
+        b_z = tl.fma(b_s, LOG2E, MAGIC)
+        b_fraction = tl.fma(b_s, LOG2E, MAGIC - b_z)
+    b_most = (b_whole + MAGIC).to(tl.int32, bitcast=True) - 127
+    b_field = b_z.to(tl.int32, bitcast=True) - b_most
+    return tl.where(b_field > 0, tl.exp2(b_fraction) * power_of_two(b_field), 0.0)
