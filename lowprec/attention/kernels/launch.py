@@ -43,13 +43,14 @@ HARDWARE = {
         64: {
             "forward": (64, 64, 4, 3, 128), "forward 64": (64, 64, 4, 3, None),
             "forward 128": (64, 128, 4, 2, None), "forward tiled": (64, 64, 4, 3, 160),
-            "forward pow2": (64, 64, 4, 3, None),
+            "forward pow2": (64, 64, 4, 3, 128), "forward dense": (64, 64, 4, 3, 128),
+            "dkdv dense": (64, 64, 4, 2, None), "dkdv shared": (64, 64, 4, 2, None),
             "dq": (64, 64, 4, 2, None), "dq tiled": (64, 32, 4, 4, None),
             "dkdv": (32, 64, 4, 4, 128), "dkdv tiled": (64, 64, 4, 3, None),
         },
         128: {
             "forward": (64, 64, 4, 3, None), "forward tiled": (64, 64, 4, 2, None),
-            "forward pow2": (64, 64, 4, 2, None),
+            "forward pow2": (64, 64, 4, 3, None), "forward dense": (64, 32, 4, 3, None),
             "dq": (64, 64, 4, 2, None), "dkdv": (32, 64, 4, 4, None),
         },
         256: {
@@ -130,15 +131,18 @@ def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, Code]:
     return {name: site_code(policy, name) for name in sites}
 
 
-def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
-    """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick."""
+def blocks(kernel: str, d: int, lengths, tile: int, dtype, kind: str = "") -> tuple[dict, dict]:
+    """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick.
+
+    kind: "pow2", "dense" or "shared" (heads of keys), which may have a row of their own.
+    """
     if not NATIVE:
         bm, bn, options = 128, 128, {}
     else:
         table = HARDWARE["sm_90"] | ({} if hopper() else HARDWARE["other"])
         table = table[min(size for size in table if d <= size)]
-        names = (f"{kernel} {tile}", f"{kernel} tiled") if tile else ()
-        names += kernel, kernel.split()[0]
+        names = (f"{kernel} {tile}", f"{kernel} tiled") if tile else (f"{kernel} {kind}",)
+        names += (kernel,)
         bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
         if dtype != torch.bfloat16:  # operands in several pieces need more of everything
             stages, registers = 1, None
@@ -267,11 +271,11 @@ def forward(
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     b_ties = torch.empty_like(lse, dtype=torch.int32) if ties else None
     tile = 0 if tile is None or tile >= max(lengths) else tile
-    if one_pass(policy):
-        sizes, options = blocks("forward pow2", d, lengths, 0, q.dtype)
+    at_once = one_pass(policy)
+    kind = "pow2" if at_once else "dense" if mask.dense is not None else ""
+    sizes, options = blocks("forward", d, lengths, 0 if at_once else tile, q.dtype, kind)
+    if at_once:
         sizes["tile"] = sizes["bn"]
-    else:
-        sizes, options = blocks("forward", d, lengths, tile, q.dtype)
     shift = policy.shift
     known = Constants(
         **common(q, k, mask, bias, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
@@ -330,7 +334,8 @@ def backward(
     mean_key = _mean_key(k, same) if policy.row_sum == "removed" else None
     delta_dk = torch.empty_like(lse) if policy.row_sum == "refined" else delta
 
-    sizes, options = blocks("dq", d, lengths, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
+    kind = "" if mask.dense is None else "dense"
+    sizes, options = blocks("dq", d, lengths, 0 if policy.dq_acc.is_fp32 else tile, q.dtype, kind)
     known = Constants(
         **same, **sizes, probe=probe, delta_from=policy.delta_from, redrawn=redrawn_code(policy),
         delta_bias=policy.delta_bias, row_sum=policy.row_sum,
@@ -348,8 +353,9 @@ def backward(
             seed, known, **options,
         )  # fmt: skip
     if same["group"] > 1:  # the whole row is the queries of one head, and there are more
-        tile = tile or LONGEST
-    sizes, options = blocks("dkdv", d, lengths, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
+        tile, kind = tile or LONGEST, kind or "shared"
+    tile = 0 if policy.dkdv_acc.is_fp32 else tile
+    sizes, options = blocks("dkdv", d, lengths, tile, q.dtype, kind)
     sites = codes(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc")
     known = Constants(**same, **sizes, **sites)
     with on_device(q):
