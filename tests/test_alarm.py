@@ -1,10 +1,13 @@
 """The alarm on trial: what a capture is judged by, half of it, a young model."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from lowprec.diagnose import probe
 from lowprec.numerics.policy import CLEAN
-from lowprec.studies import alarm
+from lowprec.records.explosion import Explosion
+from lowprec.studies import alarm, otherwise
 
 
 def test_a_twin_is_judged_as_if_it_had_read_the_stored_output(captures):
@@ -35,4 +38,26 @@ def test_a_young_model_is_probed_before_and_on_the_way(kind):
     assert table.step.value_counts().to_dict() == dict.fromkeys(range(4), 16)
     assert table.groupby("step").share.median().nunique() == 4, "it is trained between probes"
     ruled = (table.share >= probe.SHARE) & (table.key_share >= 0.9)
+    assert alarm.second_rule(table)[table.alarm].all(), "today's rule asks for more"
     assert (table.first_rule == ruled).all() and set(table.model) == {kind}
+
+
+@pytest.mark.parametrize(
+    "arm,onset,read",
+    [
+        ("rate16", 2100, [2000]),
+        ("noise", 2010, [2000, 2250, 2500]),
+        ("climb", None, []),
+        ("fa2", 2100, [1000, 2000]),
+        ("refined", None, [1000, 2000, 2250, 2500, 3000]),
+    ],
+)
+def test_which_weights_are_read(arm, onset, read, tmp_path):
+    (tmp_path / ".weights").mkdir()
+    for step in (1000, 2000, 2250, 2500, 3000):
+        (tmp_path / ".weights" / f"step-{step:06d}.pt").touch()
+    info = dict(arm=arm, ended="explosion" if onset else "completed")
+    run = SimpleNamespace(
+        path=tmp_path, info=info, explosion=onset and Explosion(onset, True), metrics=range(3100)
+    )
+    assert otherwise.read(run) == read

@@ -1,9 +1,11 @@
 """What the probe reads in trainings that fail with attention in FP32, before they do.
 
-Of each run of the campaign `otherwise` that explodes or ends in a loss that is not finite: the last
-weights kept before that, and where the data had a fault also those kept within it.
+Of each run of the campaigns `otherwise` and `otherwise_again` that explodes or ends in a loss that
+is not finite: the last weights kept before that, and where the data had a fault also those kept
+within it. Of the controls of the second all weights kept before the onset or the end.
 
     python -m lowprec.studies.otherwise data/runs/otherwise
+    python -m lowprec.studies.otherwise data/runs/otherwise_again
 """
 
 from __future__ import annotations
@@ -23,13 +25,21 @@ from lowprec.training import recorder
 
 WITHIN = 2250, 2500
 """Steps within the fault of data, from 2,000 to 2,649, at which weights are kept."""
+FAULTY = ("noise", "shuffled")
+CONTROLS = ("fa2", "nope", "refined")
+"""Arms with attention in BF16: two that must ring, and one that must not."""
 
 
 def read(run: runs.Run) -> list[int]:
-    """Steps whose kept weights are read: the last before the onset, and those within a fault."""
-    steps = sorted(kept(run))
+    """Steps whose kept weights are read: the last before the onset, and those within a fault; of
+    controls all before the onset or the end; of other runs that do not fail none."""
+    steps, arm = sorted(kept(run)), run.info["arm"]
     before = [step for step in steps if step <= end_of(run)]
-    within = [step for step in steps if step in WITHIN and run.info["arm"] in ("noise", "shuffled")]
+    if arm in CONTROLS:
+        return before
+    if not run.explosion and run.info["ended"] == "completed":
+        return []
+    within = [step for step in steps if step in WITHIN and arm in FAULTY]
     return sorted({*before[-1:], *within})
 
 
@@ -38,7 +48,7 @@ def probed(folder: Path, device: str = "auto") -> pd.DataFrame:
     tables = [
         probe(kept(run)[step], policy="FA2", device=device).assign(run=run.name, step=step)
         for run in runs.load_runs(folder).run
-        for step in (read(run) if run.explosion or run.info["ended"] != "completed" else [])
+        for step in read(run)
     ]
     if not tables:
         raise UserError(f"no run in {folder} failed and has kept weights; record some first")
