@@ -16,18 +16,27 @@ from pathlib import Path
 import pandas as pd
 
 from lowprec import UserError, entry
-from lowprec.diagnose.measures import COLUMNS
+from lowprec.diagnose.measures import COLUMNS, KEYS, alarmed
 from lowprec.diagnose.probe import probe
-from lowprec.evidence.heads import end_of
+from lowprec.evidence.heads import end_of, norms
 from lowprec.records import runs
+from lowprec.records.files import data_root
+from lowprec.studies import warnings_tested
+from lowprec.studies.alarm import second_rule
 from lowprec.studies.kept import kept, unwritten
 from lowprec.training import recorder
 
 WITHIN = 2250, 2500
 """Steps within the fault of data, from 2,000 to 2,649, at which weights are kept."""
 FAULTY = ("noise", "shuffled")
-CONTROLS = ("fa2", "nope", "refined")
+RATES = ("rate16", "rate8")
+FAILING = ("fa2", "nope")
+CONTROLS = (*FAILING, "refined")
 """Arms with attention in BF16: two that must ring, and one that must not."""
+ENDS = {"climb-fp16": "not finite", "refined": "healthy"}
+"""How the runs of an arm were predicted to end, if not by an explosion; controls by step LATEST."""
+LATEST = 3500
+CLAIMS = ("ends", "otherwise", "rates", "genuine", "notice", "head", "healthy", "keys", "before")
 
 
 def read(run: runs.Run) -> list[int]:
@@ -54,6 +63,64 @@ def probed(folder: Path, device: str = "auto") -> pd.DataFrame:
         raise UserError(f"no run in {folder} failed and has kept weights; record some first")
     table = pd.concat(tables, ignore_index=True)[["run", "step", *COLUMNS]]
     return table.astype(dict.fromkeys(table.select_dtypes("float").columns, "float32"))
+
+
+def read_table(campaign: str) -> pd.DataFrame | None:
+    """The heads of a campaign's probed.parquet, `alarm` by today's rule and `before` by the second
+    rule; None where there is no such table yet."""
+    path = data_root() / "runs" / campaign / "probed.parquet"
+    if not path.exists():
+        return None
+    heads = pd.read_parquet(path)
+    return heads.assign(alarm=alarmed(heads), before=second_rule(heads))
+
+
+def again() -> dict[str, pd.Series | None]:
+    """Of the campaign `otherwise_again` what `judged` finds; None for each before its table."""
+    heads = read_table("otherwise_again")
+    if heads is None:
+        return dict.fromkeys(CLAIMS)
+    return judged(warnings_tested.load(["otherwise_again"]).set_index("name"), heads)
+
+
+def judged(found: pd.DataFrame, heads: pd.DataFrame) -> dict[str, pd.Series]:
+    """Of each of CLAIMS a number for each run, or head, by the campaign's numbered predictions.
+
+    found: of `warnings_tested.load`, by name. heads: of `read_table`. Runs that end otherwise than
+    predicted are in `ends` alone.
+    """
+    other = found.outcome != found.arm.map(ENDS).fillna("explodes")
+    other |= found.arm.isin(FAILING) & (found.end > LATEST)
+    good = found[~other]
+    exact, rates, failing, calm = (
+        good.index[some] for some in (
+            ~good.arm.isin(CONTROLS), good.arm.isin(RATES), good.arm.isin(FAILING),
+            good.arm == "refined",
+        )
+    )  # fmt: skip
+    by = heads.groupby("run")[["alarm", "before"]].any()
+    last = heads[heads.step == heads.groupby("run").step.transform("max")]
+    rang = {name: last[(last.run == name) & last.alarm] for name in failing}
+    first = {
+        rule: heads[heads[rule]].groupby("run").step.min().reindex(failing).fillna(float("inf"))
+        for rule in ("alarm", "before")
+    }
+    largest = {name: norms(found.run[name]).iloc[-1].idxmax() for name in failing}
+    faulty = heads[heads.run.isin(good.index[good.arm.isin(FAULTY)])]
+    early = faulty[faulty.step < WITHIN[0]].groupby("run").alarm.any()
+    only = heads[heads.run.isin(exact) & heads.before & ~heads.alarm]
+    names = only.run + ", " + only[["step", "layer", "head"]].astype(str).agg(".".join, axis=1)
+    return dict(
+        ends=other, otherwise=by.alarm.reindex(exact), rates=by.alarm.reindex(rates),
+        genuine=pd.Series({name: some.empty for name, some in rang.items()}),
+        notice=first["alarm"] > first["before"],
+        head=pd.Series({
+            name: largest[name] not in set(zip(some.layer, some["head"], strict=True))
+            for name, some in rang.items()
+        }),
+        healthy=pd.concat([by.alarm.reindex(calm), early]),
+        keys=(only.key_share < KEYS).set_axis(names), before=by.before.reindex(exact),
+    )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
