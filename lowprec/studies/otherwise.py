@@ -109,7 +109,7 @@ def judged(found: pd.DataFrame, heads: pd.DataFrame) -> dict[str, pd.Series]:
     faulty = heads[heads.run.isin(good.index[good.arm.isin(FAULTY)])]
     early = faulty[faulty.step < WITHIN[0]].groupby("run").alarm.any()
     only = heads[heads.run.isin(exact) & heads.before & ~heads.alarm]
-    names = only.run + ", " + only[["step", "layer", "head"]].astype(str).agg(".".join, axis=1)
+    names = [f"{x.run}, {x.step}: {x.layer}.{x.head}" for x in only.itertuples()]
     return dict(
         ends=other, otherwise=by.alarm.reindex(exact), rates=by.alarm.reindex(rates),
         genuine=pd.Series({name: some.empty for name, some in rang.items()}),
