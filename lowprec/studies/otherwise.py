@@ -18,10 +18,10 @@ import pandas as pd
 from lowprec import UserError, entry
 from lowprec.diagnose.measures import COLUMNS, KEYS, alarmed
 from lowprec.diagnose.probe import probe
-from lowprec.evidence.heads import end_of, norms
+from lowprec.evidence.heads import end_of, norms, take_offs
 from lowprec.records import runs
 from lowprec.records.files import data_root
-from lowprec.studies import warnings_tested
+from lowprec.studies import dated, loop, warnings_tested
 from lowprec.studies.alarm import second_rule
 from lowprec.studies.kept import kept, unwritten
 from lowprec.training import recorder
@@ -29,6 +29,10 @@ from lowprec.training import recorder
 WITHIN = 2250, 2500
 """Steps within the fault of data, from 2,000 to 2,649, at which weights are kept."""
 FAULTY = ("noise", "shuffled")
+CAUSES = {
+    "rate16": "rate too high", "rate8": "rate too high", "climb-fp16": "rate, in FP16",
+    "noise": "spoilt data", "shuffled": "spoilt data",
+}  # fmt: skip
 RATES = ("rate16", "rate8")
 FAILING = ("fa2", "nope")
 CONTROLS = (*FAILING, "refined")
@@ -73,6 +77,31 @@ def read_table(campaign: str) -> pd.DataFrame | None:
         return None
     heads = pd.read_parquet(path)
     return heads.assign(alarm=alarmed(heads), before=second_rule(heads))
+
+
+def rung(heads: pd.DataFrame, captured: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The heads that ring by the second rule: of `read_table` by CAUSES, of captures that fail, of
+    the last weights of `LOW` in the paper's setting and of planted biases."""
+    cause = heads.run.str.rpartition("-")[0].map(CAUSES)
+    paper = pd.read_parquet(data_root() / "runs" / "paper" / "probed.parquet")
+    tables = {name: heads[cause == name] for name in dict.fromkeys(CAUSES.values())} | {
+        "failing captures": captured,
+        "LOW, last weights": paper[(paper.run == "low-seed0") & (paper.sequences == 32)],
+        "planted bias": dated.recorded("loop", **loop.PARAMETERS)["watched"],
+    }
+    return {name: table[second_rule(table)] for name, table in tables.items()}
+
+
+def ended(found: pd.DataFrame) -> dict[str, pd.Series]:
+    """What the claims on the ends of runs of `otherwise` take, by claim; found: as for `judged`."""
+    fails, faulty = found.outcome != "healthy", found[found.arm.isin(FAULTY)]
+    half, climb = (found[found.arm == arm].set_index("seed") for arm in ("climb-fp16", "climb"))
+    ends = {f"alarm_{arm}": fails[found.arm == arm] for arm in ("climb", *RATES)}
+    return ends | dict(
+        alarm_climb_fp16=(half.outcome == "not finite") & (half.end < climb.end),
+        alarm_faults=(faulty.outcome != "explodes") | ~faulty.end.between(2000, 2060),
+        alarm_faults_takeoff=faulty.run.map(lambda run: not take_offs(run, lag=200).empty),
+    )
 
 
 def again() -> dict[str, pd.Series | None]:
