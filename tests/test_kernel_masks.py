@@ -10,6 +10,7 @@ from test_kernels import compare
 
 from lowprec import UserError, sdpa
 from lowprec.attention import attention, operator
+from lowprec.attention.kernels import launch
 from lowprec.attention.masks import Mask, Scores
 from lowprec.attention.reference import emulate
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW, RELEASED, SAFE
@@ -39,6 +40,8 @@ MASKS = {
     "window behind a cache": (37, 70, Mask(causal=True, offset=33, window=20)),
     "dense": (70, 70, Mask(dense=dense(1, 1, 70, 70))),
     "dense, one row for all": (37, 70, Mask(dense=dense(1, 1, 1, 70))),
+    "one row for all, in a window":
+        (70, 70, Mask(causal=True, window=20, dense=dense(1, 1, 1, 70))),
     "dense and causal": (70, 70, Mask(causal=True, dense=dense(1, 1, 70, 70))),
 }  # fmt: skip
 masks = pytest.mark.parametrize("case", MASKS.values(), ids=MASKS)
@@ -192,3 +195,47 @@ def test_the_operator_is_well_formed(mask):
              0, mask.window),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )  # fmt: skip
+
+
+def wanted_blocks(seen, rows, columns, suffix):
+    """`blocks_seen_kernel`, block by block."""
+    found = []
+    for start in range(0, len(seen), rows):
+        blocks = seen[start : start + rows].split(columns, 1)
+        some, whole = ([bool(x.any()) for x in blocks],
+                       [bool(x.all()) and x.shape[1] == columns for x in blocks])  # fmt: skip
+        if not any(some):
+            found.append((0, 0))
+            continue
+        begin, end = some.index(True), len(some) - some[::-1].index(True)
+        run = whole[begin:end][::-1] if suffix else whole[begin:end]
+        length = (run + [False]).index(False)
+        mid = end - length if suffix else begin + length
+        found.append((begin * columns, mid * columns, min(end * columns, seen.shape[1])))
+    return found
+
+
+@devices
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("name", "causal packed window padded random nothing all".split())
+def test_which_blocks_a_dense_mask_leaves(name, by_keys, device):
+    i, j = torch.arange(100)[:, None], torch.arange(90)
+    document = torch.bucketize(torch.arange(100), torch.tensor([20, 64]), right=True)
+    seen = {
+        "causal": j <= i, "packed": (j <= i) & (document[:, None] == document[:90]),
+        "window": (j <= i) & (j > i - 24), "padded": (j <= i) & (j >= 17), "nothing": j < 0 * i,
+        "random": torch.rand(100, 90, generator=torch.Generator().manual_seed(0)) < 0.01,
+        "all": j >= 0 * i,
+    }[name]  # fmt: skip
+    q, k = torch.zeros(1, 1, 100, 16, device=device), torch.zeros(1, 1, 90, 16, device=device)
+    view = launch.mask_arguments(q, k, Mask(dense=seen[None, None].to(device)), None)
+    found = launch.blocks_seen(view, dict(bm=16, bn=8), by_keys)[-2].cpu()
+    wanted = wanted_blocks(*((seen.T, 8, 16) if by_keys else (seen, 16, 8)), by_keys)
+    for got, want in zip(found[0, 0].tolist(), wanted, strict=True):
+        assert tuple(got) == want if len(want) == 3 else got[2] == 0
+
+
+def test_a_window_behind_the_start_of_a_tile():
+    """Tiles wider than a hardware block, of which the first keys are hidden."""
+    mask = Mask(causal=True, window=200)
+    compare(*inputs_of(600, 600, "cpu"), RELEASED.replace(l_floor=0.0), 256, mask=mask)

@@ -57,7 +57,7 @@ def test_one_pass_is_two_passes_bit_by_bit(device, monkeypatch):
     inputs = family("normal", (1, 2, 256, 64), device=device)[:3]
     blocks = launch.blocks
 
-    def of_64_keys(kernel, d, lengths, tile, dtype):
+    def of_64_keys(kernel, d, lengths, tile, dtype, kind):
         sizes, options = blocks("forward", d, lengths, 64, dtype)
         return sizes | dict(tile=tile), options
 

@@ -338,6 +338,22 @@ def test_a_record_says_what_made_which_steps(tmp_path, monkeypatch):
     assert run.hardware == "CPU and H" and len(run.metrics) == 8
 
 
+def test_a_resumed_run_keeps_its_projections(tmp_path, monkeypatch):
+    """The checkpoint comes between two choices of GaLore's directions."""
+    pytest.importorskip("pytorch_optimizer")
+    text = "galore,rank8,every3,scale0.5"
+    config = small(optimizer=text, steps=8, probe_every=4, checkpoint_every=4)
+    whole = train(config, tmp_path / "a")
+    stop_in_step(5, config, tmp_path / "b", monkeypatch)
+    resumed = train(config, tmp_path / "b", resume=True)
+    assert resumed.metrics.equals(whole.metrics) and resumed.probes.equals(whole.probes)
+    assert resumed.info["weights_sha256"] == whole.info["weights_sha256"]
+    assert resumed.info["config"]["optimizer"] == text
+    adamw = train(small(steps=8, probe_every=4), tmp_path / "c")
+    assert adamw.metrics.loss[0] == whole.metrics.loss[0]
+    assert not adamw.metrics.loss.equals(whole.metrics.loss)
+
+
 def test_a_run_that_cannot_take_its_name_can_be_resumed(tmp_path, monkeypatch):
     config = small(checkpoint_every=2)
 

@@ -225,7 +225,7 @@ def round_to(x, fmt, rounding="nearest_even", generator=None, bits=None):
             x = x.clamp(-fmt.max, fmt.max) if fmt.overflow == "saturate" else x
             return x.to(torch.float8_e5m2).float()
         if x.device.type == "cpu" and fmt == E4M3.replace(overflow="saturate"):
-            return x.to(torch.float8_e4m3fn).float()
+            return x.clamp(-fmt.max, fmt.max).to(torch.float8_e4m3fn).float()
     return _round_by_scaling(x, fmt, rounding, bits)
 
 

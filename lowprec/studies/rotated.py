@@ -88,7 +88,7 @@ def weights(q, k, how: Rotation, base: float, first: int = 0, hidden: int = 0):
     """
     turned, scale = _turned(q, k, how, base, first), q.shape[-1] ** -0.5
     scores = rounded(scale * (turned[0] @ turned[1].mT), how.s)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    seen = torch.ones_like(scores[0], dtype=torch.bool).tril()
     seen[hidden:, :hidden] = False
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
@@ -107,7 +107,7 @@ def moved(q, k, how: Rotation, base: float, by: int = SHIFT, hidden: int = 0, ro
 
 def change(columns):
     """The change of each head, (H,), of its columns."""
-    return (columns / torch.arange(columns.shape[-1], 0, -1)).sum(-1)
+    return (columns / torch.arange(columns.shape[-1], 0, -1, device=columns.device)).sum(-1)
 
 
 def share(columns, column: int = 0):

@@ -8,6 +8,7 @@ import typing
 from dataclasses import dataclass, field
 
 from lowprec import UserError
+from lowprec.training import galore
 from lowprec.training.eight import recipe_of
 from lowprec.training.model import GPTConfig
 
@@ -124,6 +125,9 @@ class TrainConfig:
     skipped; None scales nothing and skips nothing"""
     spurious: int = 0
     """steps between two overflows that are put in, with a loss_scale; 0 puts in none"""
+    optimizer: str = "adamw"
+    """adamw, or galore,rank96,every200,scale0.25: matrices have AdamW's step of their gradient's
+    first 96 singular directions, chosen every 200 steps, times 0.25"""
 
     def __post_init__(self):
         kinds = typing.get_type_hints(TrainConfig)
@@ -144,6 +148,7 @@ class TrainConfig:
         if any(not 0 <= step <= self.steps for step in self.weights_at):
             raise UserError(f"weights_at={self.weights_at} must be steps up to steps={self.steps}")
         recipe_of(self)  # raises for what no run can cast
+        galore.require(self)
         self._check_captures()
 
     def _check_captures(self):

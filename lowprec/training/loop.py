@@ -36,6 +36,7 @@ from lowprec.records import files, runs
 from lowprec.training.config import TrainConfig
 from lowprec.training.data import shards as data
 from lowprec.training.eight import RuledScaler, put_into, recipe_of
+from lowprec.training.galore import Galore
 from lowprec.training.model import GPT, autocast
 from lowprec.training.recorder import Recorder
 from lowprec.training.specimens import Specimens
@@ -183,10 +184,7 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
     shape = dataclasses.replace(config.model(), vocab_size=tokens.vocab_size)
     model = GPT(shape).to(group.device)
     on_gpu = torch.device(group.device).type == "cuda"
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-        weight_decay=config.weight_decay, fused=True,
-    )  # fmt: skip
+    optimizer = make_optimizer(config, model)
     # The fused step leaves the weights alone where found_inf is 1. So the first loss that is not
     # finite stops all updates at once, without the host having to wait for each loss.
     broken = optimizer.found_inf = torch.zeros((), device=group.device)
@@ -258,6 +256,16 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
             recorder.keep_weights(model)
     specimens.finish(reason)
     return model, reason
+
+
+def make_optimizer(config, model):
+    """AdamW in its fused form, or what `config.optimizer` says."""
+    if config.optimizer != "adamw":
+        return Galore(model, config)
+    return torch.optim.AdamW(
+        model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
+        weight_decay=config.weight_decay, fused=True,
+    )  # fmt: skip
 
 
 def loss_scaler(enabled: bool, group, optimizer, broken) -> torch.amp.GradScaler:

@@ -227,11 +227,11 @@ def attention_bwd_dq_kernel(
         b_dq = round_site(b_dq, c.dq_acc, who, o_q[:, None], o_d, c.native)
     else:
         for first in range(begin // c.tile * c.tile, end, c.tile):
-            last = tl.minimum(first + c.tile, end)
-            seen = tl.minimum(tl.maximum(mid, first), last)
+            lo, last = tl.maximum(first, begin), tl.minimum(first + c.tile, end)
+            seen = tl.minimum(tl.maximum(mid, lo), last)
             b_new = tl.full([c.bm, c.d], 0, tl.float32)
             b_new, b_sum, b_pk = sum_dq(
-                b_q, b_do, keys, b_lse, b_delta, b_new, b_sum, b_pk, o_q, first, seen, where, c,
+                b_q, b_do, keys, b_lse, b_delta, b_new, b_sum, b_pk, o_q, lo, seen, where, c,
                 False,
             )  # fmt: skip
             b_new, b_sum, b_pk = sum_dq(

@@ -291,10 +291,10 @@ def attention_fwd_kernel(
             )  # fmt: skip
     else:
         for first in range(begin // c.tile * c.tile, end, c.tile):
-            last = tl.minimum(first + c.tile, end)
-            seen = tl.minimum(tl.maximum(mid, first), last)
+            lo, last = tl.maximum(first, begin), tl.minimum(first + c.tile, end)
+            seen = tl.minimum(tl.maximum(mid, lo), last)
             b_m, b_l, b_l_lse, b_acc, b_l_shadow, b_shadow, b_top, b_ties = rounding_block(
-                b_q, keys, o_q, first, seen, last, first // c.tile, where, b_m, b_l, b_l_lse, b_acc,
+                b_q, keys, o_q, lo, seen, last, first // c.tile, where, b_m, b_l, b_l_lse, b_acc,
                 b_l_shadow, b_shadow, b_top, b_ties, c, False, True,
             )  # fmt: skip
 

@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from lowprec import UserError
 from lowprec.attention.kernels import backward as bwd
 from lowprec.attention.kernels import forward as fwd
+from lowprec.attention.kernels import views
 from lowprec.attention.kernels.rounding import Constants, redrawn_code, site_code
 from lowprec.attention.masks import Mask
 from lowprec.numerics.policy import DITHER, SITES, PrecisionPolicy
@@ -128,15 +129,18 @@ def codes(policy: PrecisionPolicy, *sites: str) -> dict[str, int]:
     return {name: site_code(policy, name) for name in sites}
 
 
-def blocks(kernel: str, d: int, lengths, tile: int, dtype) -> tuple[dict, dict]:
-    """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick."""
+def blocks(kernel: str, d: int, lengths, tile: int, dtype, kind: str = "") -> tuple[dict, dict]:
+    """Hardware blocks and launch options of one kernel; large blocks keep the interpreter quick.
+
+    kind: "pow2", "dense" or "shared" (heads of keys), which may have a row of their own.
+    """
     if not NATIVE:
         bm, bn, options = 128, 128, {}
     else:
         table = HARDWARE["sm_90"] | ({} if hopper() else HARDWARE["other"])
         table = table[min(size for size in table if d <= size)]
-        names = (f"{kernel} {tile}", f"{kernel} tiled") if tile else ()
-        names += kernel, kernel.split()[0]
+        names = (f"{kernel} {tile}", f"{kernel} tiled") if tile else (f"{kernel} {kind}",)
+        names += (kernel,)
         bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
         if dtype != torch.bfloat16:  # operands in several pieces need more of everything
             stages, registers = 1, None
@@ -202,6 +206,30 @@ def mask_arguments(q, k, mask: Mask, bias) -> tuple:
     return tuple(found)
 
 
+def blocks_seen(view: tuple, sizes: dict, by_keys: bool) -> tuple:
+    """`mask_arguments` and, of a dense mask, what each block of queries sees of the blocks of keys,
+    as first block, end of the whole ones and end, or by which queries a block of keys is seen; with
+    strides of (B, H, blocks)."""
+    n_q, n_k, dense, strides = view[0], view[1], view[4], view[5]
+    if dense.dtype != torch.uint8:
+        return *view, dense, (0, 0, 0)
+    b, h = (n if s else 1 for n, s in zip(dense.shape[:2], strides, strict=False))
+    sb, sh, sq, sk = strides
+    if by_keys:
+        shape, strides = (n_k, n_q, sizes["bn"], sizes["bm"]), (sb, sh, sk, sq)
+    else:
+        shape, strides = (n_q, n_k, sizes["bm"], sizes["bn"]), (sb, sh, sq, sk)
+    n_rows, n_columns, rows, columns = shape
+    blocks = triton.cdiv(n_rows, rows)
+    found = torch.empty(b, h, blocks, 3, dtype=torch.int32, device=dense.device)
+    with on_device(dense):
+        views.blocks_seen_kernel[(b * h * blocks,)](
+            dense, found, strides, n_rows, n_columns, h, rows, columns, by_keys
+        )
+    of = found.stride()
+    return *view, found, (of[0] if b > 1 else 0, of[1] if h > 1 else 0, of[2])
+
+
 def on_device(x: torch.Tensor):
     """Triton launches on the current device, which need not be that of the tensors."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
@@ -240,11 +268,11 @@ def forward(
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     b_ties = torch.empty_like(lse, dtype=torch.int32) if ties else None
     tile = 0 if tile is None or tile >= max(lengths) else tile
-    if one_pass(policy):
-        sizes, options = blocks("forward pow2", d, lengths, 0, q.dtype)
+    at_once = one_pass(policy)
+    kind = "pow2" if at_once else "dense" if mask.dense is not None else ""
+    sizes, options = blocks("forward", d, lengths, 0 if at_once else tile, q.dtype, kind)
+    if at_once:
         sizes["tile"] = sizes["bn"]
-    else:
-        sizes, options = blocks("forward", d, lengths, tile, q.dtype)
     shift = policy.shift
     known = Constants(
         **common(q, k, mask, bias, scale, policy), **sizes, stored=stored, shadow=shadow, ties=ties,
@@ -253,10 +281,11 @@ def forward(
         shift=shift.kind, beta=shift.beta, gamma=shift.gamma, tol=shift.tol,
         amplitude=shift.amplitude, dither_stream=DITHER,
     )  # fmt: skip
+    view = blocks_seen(mask_arguments(q, k, mask, bias), sizes, by_keys=False)
     with on_device(q):
         fwd.attention_fwd_kernel[(triton.cdiv(n, known.bm) * b * h,)](
             q, k, v, o, o_stored, o_fp32, lse, b_ties, strides(q, k, v, o),
-            mask_arguments(q, k, mask, bias), scale, seed, known, **options,
+            view, scale, seed, known, **options,
         )  # fmt: skip
     return o, o_stored, o_fp32, lse, b_ties
 
@@ -302,7 +331,8 @@ def backward(
     mean_key = _mean_key(k, same) if policy.row_sum == "removed" else None
     delta_dk = torch.empty_like(lse) if policy.row_sum == "refined" else delta
 
-    sizes, options = blocks("dq", d, lengths, 0 if policy.dq_acc.is_fp32 else tile, q.dtype)
+    kind = "" if mask.dense is None else "dense"
+    sizes, options = blocks("dq", d, lengths, 0 if policy.dq_acc.is_fp32 else tile, q.dtype, kind)
     known = Constants(
         **same, **sizes, probe=probe, delta_from=policy.delta_from, redrawn=redrawn_code(policy),
         delta_bias=policy.delta_bias, row_sum=policy.row_sum,
@@ -316,16 +346,18 @@ def backward(
     with on_device(q):
         bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
             q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_dk, delta_o, delta_ref, sums,
-            dq, strides(q, k, v, do, o, dq), view, scale, seed, known, **options,
+            dq, strides(q, k, v, do, o, dq), blocks_seen(view, sizes, by_keys=False), scale,
+            seed, known, **options,
         )  # fmt: skip
     if same["group"] > 1:  # the whole row is the queries of one head, and there are more
-        tile = tile or LONGEST
-    sizes, options = blocks("dkdv", d, lengths, 0 if policy.dkdv_acc.is_fp32 else tile, q.dtype)
+        tile, kind = tile or LONGEST, kind or "shared"
+    tile = 0 if policy.dkdv_acc.is_fp32 else tile
+    sizes, options = blocks("dkdv", d, lengths, tile, q.dtype, kind)
     sites = codes(policy, "s", "p_bwd", "dp", "ds", "dkdv_acc")
     known = Constants(**same, **sizes, **sites)
     with on_device(q):
         bwd.attention_bwd_dkdv_kernel[(triton.cdiv(k.shape[2], known.bn) * b * k.shape[1],)](
-            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk), view, scale,
-            seed, known, **options,
+            q, k, v, do, lse, delta_dk, dk, dv, strides(q, k, v, do, dk),
+            blocks_seen(view, sizes, by_keys=True), scale, seed, known, **options,
         )  # fmt: skip
     return dq, dk, dv, delta, delta_o, delta_ref, sums.sum((0, 2)) if probe else None

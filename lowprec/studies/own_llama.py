@@ -1,0 +1,307 @@
+"""A Llama of our own while it learns: pairs of its gated layers, sinks, rotary positions, few bits.
+
+Read are the weights that the runs of the campaign `llama20k` kept, all on the same text: the first
+windows of the batch that would follow the last step, of the stream the runs learned from. The
+models are computed in FP32, with PyTorch's attention, whatever the run rounded.
+
+    python -m lowprec.studies.own_llama data/runs/llama20k
+    python -m lowprec.studies.own_llama data/runs/llama20k --captures data/captures/llama20k
+
+The tables, each with arm, seed and step: `pairs` (a row a layer and window), `heads` (a layer, a
+head and a window), `costs` (a window and a way of rounding). The captures are of the first run's
+last weights and the first window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+from pathlib import Path
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save as to_bytes
+
+from lowprec import UserError, entry
+from lowprec.evidence.claims import Measured
+from lowprec.records import files
+from lowprec.records.tables import write_table
+from lowprec.studies import gated, loud, loud_real, rotated
+from lowprec.studies.kept import models, unwritten
+from lowprec.studies.smollm2 import XZ
+from lowprec.training.data import shards as data
+from lowprec.training.loop import pick_device
+
+WINDOWS, MOVED = 4, 512
+"""Windows that are read, and tokens of those whose attention is moved by `rotated.SHIFT` places."""
+TURNS = ("fp32", "qk", "code", "place", "counting")
+"""Arms of `rotated.ARMS` whose loss is taken; the change of attention is, of the first three."""
+STORED = ("bf16", "current", "channel", "int8", "int8-token", "e2m1", "e2m1-block32")
+"""Arms of `loud_real.ARMS` in which the inputs of all down-projections are stored."""
+QK_TOKENS, GATED_TOKENS, NORM_TOKENS = 128, 48, 16
+"""The first tokens of which captures keep q and k, gate and up, and inputs of norms."""
+
+
+def observe(model, tokens) -> dict:
+    """One forward of a window (T + 1,), in FP32: for each layer q (H, T, D) and k before they turn,
+    gate and up (T, channels), the stream after it (T, C), and what norms read, by name."""
+    seen = {name: [] for name in ("gate", "up", "stream")} | {"norms": {}}
+
+    def keep_pair(module, given, out):
+        for name, half in zip(("gate", "up"), out[0].chunk(2, -1), strict=True):
+            seen[name].append(half)
+
+    def keep_norm(name):
+        return lambda module, given, out: seen["norms"].update({name: given[0][0]})
+
+    hooks = [model.norm.register_forward_hook(keep_norm("end"))]
+    for i, block in enumerate(model.blocks):
+        hooks += [
+            block.up.register_forward_hook(keep_pair),
+            block.register_forward_hook(lambda m, given, out: seen["stream"].append(out[0])),
+            block.norm_attn.register_forward_hook(keep_norm(f"attn-{i}")),
+            block.norm_mlp.register_forward_hook(keep_norm(f"mlp-{i}")),
+        ]
+    try:
+        heads, loss = rotated.unturned(model, tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen | dict(q=[q for q, _ in heads], k=[k for _, k in heads], loss=loss)
+
+
+@torch.no_grad()
+def pairs(model, seen: dict) -> pd.DataFrame:
+    """A row a layer: `loud_real.explained`, of |cos| of all pairs the median, the 90th percentile
+    (`tail`) and the largest, `aligned` the share of pairs above a half, and of the stream after the
+    layer the largest size, its token and the median over features of their largest."""
+    rows = []
+    for i, block in enumerate(model.blocks):
+        g, u = (block.up.weight * block.norm_mlp.weight).chunk(2)
+        a, stream = F.silu(seen["gate"][i]) * seen["up"][i], seen["stream"][i].abs()
+        cos = gated.cosine(g, u).abs()
+        rows.append(
+            loud_real.explained(a, g, u)
+            | dict(
+                layer=i, middle=float(cos.median()), highest=float(cos.max()),
+                aligned=float((cos > 0.5).float().mean()), stream=float(stream.max()),
+                stream_token=int(stream.max(1).values.argmax()),
+                stream_median=float(stream.amax(0).median()),
+            )
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def heads(model, seen: dict) -> pd.DataFrame:
+    """A row a layer and head: `sink`, the attention to the first token, mean over the later ones;
+    the change of attention as the text moves in `TURNS`' first three, `first` its part at the first
+    token with the code's roundings; the mean lengths of q and k."""
+    rows, base = [], model.config.rotary_base
+    for layer, both in enumerate(zip(seen["q"], seen["k"], strict=True)):
+        q, k = (x[:, :MOVED] for x in both)
+        moved = {arm: rotated.moved(q, k, rotated.ARMS[arm], base) for arm in TURNS[:3]}
+        columns = dict(
+            sink=rotated.weights(q, k, rotated.USUAL, base)[:, 1:, 0].mean(-1),
+            first=rotated.share(moved["code"]), q=q.norm(dim=-1).mean(-1),
+            k=k.norm(dim=-1).mean(-1).repeat_interleave(len(q) // len(k)),
+        )  # fmt: skip
+        columns |= {arm: rotated.change(table) for arm, table in moved.items()}
+        table = pd.DataFrame({name: x.cpu() for name, x in columns.items()})
+        rows.append(table.assign(layer=layer, head=range(len(q))))
+    return pd.concat(rows)
+
+
+@torch.no_grad()
+def costs(model, tokens) -> pd.DataFrame:
+    """A row a way of rounding, `TURNS` and `STORED`: the mean loss (nats) of a window (T + 1,), and
+    that from token 257 on (`later`)."""
+
+    def row(arm, each):
+        return dict(arm=arm, loss=each.mean().item(), later=each[256:].mean().item())
+
+    rows = [row(arm, rotated.losses(model, tokens, rotated.ARMS[arm])) for arm in TURNS]
+    for arm in STORED:
+        by = loud.storing(loud_real.ARMS[arm])
+        hooks = [
+            block.down.register_forward_pre_hook(lambda m, given, by=by: by(given[0]))
+            for block in model.blocks
+        ]
+        rows.append(row(arm, rotated.losses(model, tokens)))
+        for hook in hooks:
+            hook.remove()
+    return pd.DataFrame(rows).rename(columns={"arm": "way"})
+
+
+def grown(folder, tokens, device: str = "cpu", windows: int = WINDOWS):
+    """(where, model, text): arm, seed and step of all kept weights, the model, (windows, T + 1)
+    tokens. Raises `UserError` for models that are not gated and rotary."""
+    for run, step, config, model, _, _ in models(folder, tokens, 1, device, impl="sdpa",
+                                                 policy="FA2", layers={}):  # fmt: skip
+        if (config.mlp, config.positions) != ("swiglu", "rotary"):
+            raise UserError(f"{run.name} has no gated layers or no rotary positions")
+        seed = run.seed if config.data_seed is None else config.data_seed
+        shape = config.batch_size, config.block_size
+        ids, targets = data.batch(tokens, config.steps, seed, *shape, rows=slice(windows))
+        text = torch.cat([ids, targets[:, -1:]], 1).to(device)
+        yield dict(arm=run.info["arm"], seed=run.seed, step=step), model, text
+
+
+def measure(folder, tokens, device: str = "cpu", windows: int = WINDOWS) -> dict:
+    """The tables `pairs`, `heads` and `costs` of all kept weights in a folder."""
+    found = {"pairs": [], "heads": [], "costs": []}
+    for where, model, text in grown(folder, tokens, device, windows):
+        for i, window in enumerate(text):
+            seen = observe(model, window)
+            parts = dict(pairs=pairs(model, seen), heads=heads(model, seen),
+                         costs=costs(model, window))  # fmt: skip
+            for name, table in parts.items():
+                found[name].append(table.assign(**where, window=i))
+        print(where, flush=True)
+    tables = {name: pd.concat(parts, ignore_index=True) for name, parts in found.items()}
+    return {name: loud.short(t, 16 if name == "costs" else 10) for name, t in tables.items()}
+
+
+def capture(folder: Path, out: Path, tokens, device: str = "cpu") -> Path:
+    """Write the numbers of a first window before rounding, in BF16: of the layer with the strongest
+    sinks q (H, 128, D) and k before they turn, of the one with the loudest channel gate and up
+    (48, channels), and of all norms what they read (16, C)."""
+    first, path = None, out / "own-llama.safetensors.lzma"
+    for where, model, text in grown(folder, tokens, device, 1):
+        if first in (None, (where["arm"], where["seed"])):  # weights come by step
+            first, last = (where["arm"], where["seed"]), (model, text[0])
+    seen = observe(*last)
+    at = heads(last[0], seen).groupby("layer").sink.mean().idxmax()
+    loudest = pairs(last[0], seen).loudest.argmax()
+    kept = {f"{n}-{at}": seen[n][at][:, :QK_TOKENS] for n in "qk"}
+    kept |= {f"{n}-{loudest}": seen[n][loudest][:GATED_TOKENS] for n in ("gate", "up")}
+    kept |= {f"norm-{n}": x[:NORM_TOKENS] for n, x in seen["norms"].items()}
+    content = to_bytes({n: x.bfloat16().cpu().contiguous() for n, x in kept.items()})
+    files.make_folder(out)
+    packed = lzma.compress(content, lzma.FORMAT_ALONE, filters=XZ)
+    files.write_atomic(unwritten(path), lambda file: file.write(packed))
+    return path
+
+
+# What pages ask of the tables
+
+END, MIDDLE, YOUNG, EARLY = 20_000, 5_000, 2_000, 500
+"""Steps that the rules of `llama20k` name; 0 is before the first."""
+LOUD, MASSIVE = 50, 20
+"""A channel, and a number of the stream, count as large from so many times the usual one on."""
+
+
+def read(folder) -> dict[str, pd.DataFrame]:
+    """The tables of a campaign's folder by name, {} where there are none yet."""
+    paths = {n: Path(folder) / f"{n}.parquet" for n in ("pairs", "heads", "costs")}
+    there = all(path.is_file() for path in paths.values())
+    return {n: pd.read_parquet(path) for n, path in paths.items()} if there else {}
+
+
+def of_pairs(tables: dict) -> dict:
+    """What the page on loud channels asks, by the end of its claims' names; None without tables."""
+    names = ("aligned", "late", "decay", "end", "grows", "early", "stream", "e4m3", "int8", "token")
+    if not tables:
+        return dict.fromkeys(names)
+    pairs = tables["pairs"].set_index(["arm", "step"]).sort_index()
+    arms = {arm for arm, _ in pairs.index}
+    tail = pairs[pairs.window == 0].groupby(["arm", "step"])["tail"].median()
+    last = pairs.loc[("clean", END)]
+    loud_, size = _first(pairs, "token", "loudest", "quiet", LOUD), last.layer.nunique()
+    massive = _first(pairs, "stream_token", "stream", "stream_median", MASSIVE)
+    by_layer = last[last.window == 0].set_index("layer")
+    ratio = Measured(tail["clean", END] / tail["free", END], size) if "free" in arms else None
+    return dict(
+        aligned=by_layer["tail"], late=Measured(tail["clean", END] / tail["clean", MIDDLE], size),
+        decay=ratio, end=by_layer.highest, grows=loud_(END), early=loud_(EARLY),
+        stream=massive(END), e4m3=added(tables, "current"),
+        int8=added(tables, "int8", END), token=added(tables, "int8-token", END),
+    )  # fmt: skip
+
+
+def _first(pairs, token: str, largest: str, usual: str, times: float):
+    """Of a step in clean, by window, whether in some layer the largest number is at the first token
+    and so many times the usual one."""
+
+    def at(step: int) -> pd.Series:
+        rows = pairs.loc[("clean", step)]
+        found = (rows[token] == 0) & (rows[largest] >= times * rows[usual])
+        return found.groupby(rows.window).any()
+
+    return at
+
+
+def of_turns(tables: dict) -> dict:
+    """What the page on rotary positions asks, likewise."""
+    names = ("code", "counting", "more", "change", "sinks", "early")
+    if not tables:
+        return dict.fromkeys(names)
+    heads = tables["heads"].query("arm == 'clean'").set_index("step")
+    change = heads.qk.groupby("step").mean()
+    sink = heads.groupby(["step", "layer", "head"]).sink.mean() > rotated.SINK
+    sinks = {s: sink[s].set_axis([f"{i}, {h}" for i, h in sink[s].index]) for s in (EARLY, END)}
+    later = {s: added(tables, "counting", s, "later") for s in (YOUNG, END)}
+    return dict(
+        code=added(tables, "code").abs(), counting=later[END],
+        more=Measured(later[END].mean() - later[YOUNG].mean(), len(later[END])),
+        change=Measured(change[END] / change[0], len(heads.loc[END])),
+        sinks=sinks[END], early=sinks[EARLY],
+    )  # fmt: skip
+
+
+def added(tables: dict, way: str, step: int | None = None, column: str = "loss") -> pd.Series:
+    """The loss that a way of rounding adds in clean, by window, or by "step, window"."""
+    costs = tables["costs"].query("arm == 'clean'")
+    wide = costs.pivot(index=["step", "window"], columns="way", values=column)
+    gap = wide[way] - wide.fp32
+    return gap.set_axis([f"{s}, {w}" for s, w in gap.index]) if step is None else gap[step]
+
+
+FORMS = dict(aligned="{:.2f}", loud="{:.1f}", sinks="{:.2f}") | dict.fromkeys(
+    ("code", "counting", "current", "int8"), "{:z.4f}"
+)
+"""How a page shows the columns of `courses`."""
+
+
+def courses(tables: dict) -> pd.DataFrame:
+    """A row an arm and step, medians over windows: 90th percentile of |cos| in the median layer,
+    the loudest channel over the median one in the layer where that is largest, share of heads with
+    a sink, and what is added in nats by the code's rotation, counting, E4M3 and int8."""
+    pairs, keys = tables["pairs"], ["arm", "step"]
+    found = pd.DataFrame({"aligned": pairs.groupby(keys)["tail"].median()})
+    ratio = (pairs.loudest / pairs.quiet).groupby([pairs.arm, pairs.step, pairs.window]).max()
+    found["loud"] = ratio.groupby(keys).median()
+    found["sinks"] = (tables["heads"].sink > rotated.SINK).groupby(
+        [tables["heads"][key] for key in keys]
+    ).mean()  # fmt: skip
+    wide = tables["costs"].pivot(index=[*keys, "window"], columns="way", values="loss")
+    for way in ("code", "counting", "current", "int8"):
+        found[way] = (wide[way] - wide.fp32).groupby(keys).median()
+    return found.reset_index()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure the kept weights of a campaign's Llamas, or write captures of the last ones."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lowprec.studies.own_llama", description=main.__doc__
+    )
+    parser.add_argument("folder", type=Path, help="the campaign's folder")
+    parser.add_argument("--captures", type=Path, help="write captures there, and no tables")
+    parser.add_argument("--data", default="shards/pysource", help="the runs' token shards")
+    parser.add_argument("--windows", type=int, default=WINDOWS, help="of text that are read")
+    parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
+    args = parser.parse_args(argv)
+    tokens, device = data.load_tokens(args.data), pick_device(args.device)
+    if args.captures:
+        print(capture(args.folder, args.captures, tokens, device))
+        return
+    outs = {
+        name: unwritten(args.folder / f"{name}.parquet") for name in ("pairs", "heads", "costs")
+    }
+    for name, table in measure(args.folder, tokens, device, args.windows).items():
+        write_table(outs[name], table)
+        print(f"{outs[name]}: {len(table):,} rows")
+
+
+if __name__ == "__main__":
+    entry(main)
