@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from lowprec.diagnose import probe
@@ -61,3 +62,28 @@ def test_which_weights_are_read(arm, onset, read, tmp_path):
         path=tmp_path, info=info, explosion=onset and Explosion(onset, True), metrics=range(3100)
     )
     assert otherwise.read(run) == read
+
+
+def test_what_the_predictions_on_fresh_seeds_are_judged_by():
+    """A run of FA2 that rings late, in another head than the largest; one at too high a rate that
+    only the rule before rings in; one that was to explode and did not."""
+    sigma = [(step, 0, head, 2.0 + head) for step in (49, 99) for head in (0, 1)]
+    probes = pd.DataFrame(sigma, columns=["step", "layer", "head", "sigma_q"])
+    run = SimpleNamespace(probes=probes, explosion=Explosion(300, True), metrics=range(900))
+    found = pd.DataFrame(
+        dict(arm=["fa2", "rate8", "noise", "refined"], end=[300, 700, 7000, 900], run=run,
+             outcome=["explodes", "explodes", "healthy", "healthy"]),
+        index=["f", "r", "n", "c"],
+    )  # fmt: skip
+    heads = pd.DataFrame(
+        [("f", 100, 0, 0, True, False, 0.8), ("f", 200, 0, 0, True, True, 1.0),
+         ("f", 200, 0, 1, False, False, 1.0), ("r", 500, 0, 0, True, False, 0.4),
+         ("n", 2000, 0, 0, True, True, 1.0), ("c", 100, 0, 0, False, False, 1.0)],
+        columns=["run", "step", "layer", "head", "before", "alarm", "key_share"],
+    )  # fmt: skip
+    seen = {name: list(value) for name, value in otherwise.judged(found, heads).items()}
+    assert seen == dict(
+        ends=[False, False, True, False], otherwise=[False], rates=[False], genuine=[False],
+        notice=[True], head=[True], healthy=[False], keys=[True], before=[True],
+    )  # fmt: skip
+    assert set(seen) == set(otherwise.CLAIMS)
