@@ -129,8 +129,9 @@ def test_rows_that_see_nothing(kind, tile, device):
         assert (a[keep] - b[keep]).norm() < 0.01 * b[keep].norm()
 
 
-@devices
+@pytest.mark.parametrize("device", DEVICES[:1])
 def test_a_dense_causal_mask_is_the_causal_one_bit_by_bit(device):
+    """In the interpreter. Compiled, the two may add a row's weights up in another order."""
     inputs = inputs_of(70, 70, device)
     seen = torch.ones(1, 1, 70, 70, dtype=torch.bool, device=device).tril()
     for policy, tile in ((LOW, None), (RELEASED.replace(l_floor=0.0), 32)):
@@ -235,7 +236,8 @@ def test_which_blocks_a_dense_mask_leaves(name, by_keys, device):
         assert tuple(got) == want if len(want) == 3 else got[2] == 0
 
 
-def test_a_window_behind_the_start_of_a_tile():
+@devices
+def test_a_window_behind_the_start_of_a_tile(device):
     """Tiles wider than a hardware block, of which the first keys are hidden."""
     mask = Mask(causal=True, window=200)
-    compare(*inputs_of(600, 600, "cpu"), RELEASED.replace(l_floor=0.0), 256, mask=mask)
+    compare(*inputs_of(600, 600, device), RELEASED.replace(l_floor=0.0), 256, mask=mask)

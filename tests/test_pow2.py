@@ -74,17 +74,16 @@ def test_one_pass_is_two_passes_bit_by_bit(device, monkeypatch):
 def test_rows_without_keys_and_scores_without_bounds(device):
     """Hidden rows are 0; a key with a score of -inf counts nothing; NaN, +inf and maxima beyond
     2^21 powers of two make their row NaN, and no other."""
-    q, k, v, _ = family("normal", (1, 1, 32, 64), dtype=torch.float32, device=device)
-    policy = POW2.replace(p="fp32", o="fp32")
+    q, k, v, _ = family("normal", (1, 1, 32, 64), device=device)
     k[..., 3, :], q[..., 0] = 0.0, 1.0
     for key, wanted in ((-math.inf, "finite"), (math.nan, "nan"), (math.inf, "nan"), (2e7, "nan"),
                         (-2e7, "finite")):  # fmt: skip
         k[..., 3, 0] = key
-        for t in (emulate(q, k, v, policy), run(q, k, v, v, policy)):
+        for t in (emulate(q, k, v, POW2), run(q, k, v, v, POW2)):
             assert t.o[..., :3, :].isfinite().all()
             seen = t.o[..., 3:, :]
             assert seen.isfinite().all() if wanted == "finite" else seen.isnan().all(), key
-    hidden = emulate(q[:, :, :4], k[:, :, :2], v[:, :, :2], policy, causal=False)
+    hidden = emulate(q[:, :, :4], k[:, :, :2], v[:, :, :2], POW2, causal=False)
     assert hidden.o.isfinite().all()
 
 

@@ -42,13 +42,14 @@ HARDWARE = {
         64: {
             "forward": (64, 64, 4, 3, 128), "forward 64": (64, 64, 4, 3, None),
             "forward 128": (64, 128, 4, 2, None), "forward tiled": (64, 64, 4, 3, 160),
-            "forward pow2": (64, 64, 4, 3, None),
+            "forward pow2": (64, 64, 4, 3, 128), "forward dense": (64, 64, 4, 3, 128),
+            "dkdv dense": (64, 64, 4, 2, None), "dkdv shared": (64, 64, 4, 2, None),
             "dq": (64, 64, 4, 2, None), "dq tiled": (64, 32, 4, 4, None),
             "dkdv": (32, 64, 4, 4, 128), "dkdv tiled": (64, 64, 4, 3, None),
         },
         128: {
             "forward": (64, 64, 4, 3, None), "forward tiled": (64, 64, 4, 2, None),
-            "forward pow2": (64, 64, 4, 2, None),
+            "forward pow2": (64, 64, 4, 3, None), "forward dense": (64, 32, 4, 3, None),
             "dq": (64, 64, 4, 2, None), "dkdv": (32, 64, 4, 4, None),
         },
         256: {

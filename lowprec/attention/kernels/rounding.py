@@ -322,7 +322,7 @@ def exp_difference(b_stored, b_s, b_shift, scale, S: tl.constexpr, EXACT: tl.con
 
 @triton.jit
 def power_of_two(b_field):
-    """2^(b_field - 127) of an exponent field from 1 to 254, 0 of 0; int32."""
+    """2^(b_field - 127) of an exponent field from 1 to 254, int32; 0 of 0."""
     return (b_field << 23).to(tl.float32, bitcast=True)
 
 
@@ -334,12 +334,12 @@ def by_powers(b_stored, b_s, b_whole, scale, EXACT: tl.constexpr):
     rows are NaN by then. NaN stays NaN, and -inf is no reason for one.
     """
     MAGIC: tl.constexpr = 12582912.0
+    b_least = b_whole + (MAGIC - 127)
     if EXACT:
-        b_z = tl.fma(b_stored, scale * LOG2E, MAGIC)
+        b_z = tl.maximum(tl.fma(b_stored, scale * LOG2E, MAGIC), b_least)
         b_fraction = tl.fma(b_stored, scale * LOG2E, MAGIC - b_z)
     else:
-        b_z = tl.fma(b_s, LOG2E, MAGIC)
+        b_z = tl.maximum(tl.fma(b_s, LOG2E, MAGIC), b_least)
         b_fraction = tl.fma(b_s, LOG2E, MAGIC - b_z)
-    b_most = (b_whole + MAGIC).to(tl.int32, bitcast=True) - 127
-    b_field = b_z.to(tl.int32, bitcast=True) - b_most
-    return tl.where(b_field > 0, tl.exp2(b_fraction) * power_of_two(b_field), 0.0)
+    b_field = b_z.to(tl.int32, bitcast=True) - b_least.to(tl.int32, bitcast=True)
+    return tl.exp2(b_fraction) * power_of_two(b_field)
