@@ -139,6 +139,16 @@ def test_it_rings_on_failing_captures_only(name, rings):
     assert affected.verdict(table).startswith("ALARM in 1 of 1" if rings else "No alarm")
 
 
+@pytest.mark.parametrize(
+    "name,below", [("share", 0.19), ("share_all", 0.19), ("key_share", 0.89), ("common", -9.9)]
+)
+def test_an_alarm_needs_each_of_four_numbers(name, below):
+    at = pd.DataFrame([dict(share=0.2, share_all=0.2, key_share=0.9, common=-10.0)])
+    assert measures.alarmed(at).tolist() == [True]
+    assert measures.alarmed(at.assign(**{name: below})).tolist() == [False]
+    assert measures.alarmed(at.assign(**{name: float("nan")})).tolist() == [False]
+
+
 @pytest.mark.parametrize("words,status", [([], 0), (["--fail-on-alarm"], 1)])
 def test_an_alarm_is_a_failure_where_that_is_asked_for(words, status, capsys):
     ill, well = (str(CAPTURES / f"low-c-{name}seed6-1230.xz") for name in ("", "healthy-"))
@@ -703,7 +713,7 @@ def test_a_model_that_has_failed_is_no_model_without_alarm():
 
 def test_an_alarm_names_the_head_of_the_largest_error():
     """Not the one whose gradient is next to nothing, of which any error is many times as long."""
-    names = dict.fromkeys(("common", "tv", "share_all"), 20.0) | dict(layer=1)
+    names = dict.fromkeys(("common", "tv", "share_all", "key_share"), 20.0) | dict(layer=1)
     dead = names | dict(head=6, share=1e32, error=0.004, alarm=True)
     worst = names | dict(head=7, share=1e4, error=0.5, alarm=True)
     well = names | dict(head=8, share=0.01, error=0.9, alarm=False)

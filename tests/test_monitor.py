@@ -262,7 +262,7 @@ def test_the_file_has_a_line_a_step_and_head_and_an_alarm_is_said_once(hub, tmp_
     kinds = {name: table[name].dtype.kind for name in table}
     assert kinds.pop("of") in "OTU" and kinds.pop("alarm") == "b"
     assert {name for name, kind in kinds.items() if kind == "i"} >= {"step", "layer", "head"}
-    assert ((table.share >= measures.SHARE) & (table.common.abs() >= 10)).equals(table.alarm)
+    assert measures.alarmed(table).equals(table.alarm)
     goes_on = Monitor(model, every=2, path=path, step=4)
     of_hub(model, tokens())().backward()
     goes_on.step()

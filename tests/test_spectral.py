@@ -1,8 +1,12 @@
 """The spectral entropy of a change of W_Q W_K^T."""
 
+from types import SimpleNamespace
+
+import pandas as pd
 import torch
 
-from lowprec.studies.spectral import entropy
+from lowprec.records.explosion import Explosion
+from lowprec.studies.spectral import entropy, rings
 
 
 def test_it_is_that_of_the_whole_matrix():
@@ -22,3 +26,16 @@ def test_one_direction_has_none():
     dq[0, 0] = 1.0
     found, largest = entropy(q, k, dq, torch.zeros_like(k))
     assert abs(found.item()) < 1e-9 and abs(largest.item() - 1) < 1e-9
+
+
+def test_a_run_rings_below_nine_tenths_of_the_least_of_healthy_ones():
+    rows = [("refined", 800, 0, 1.0), ("refined", 600, 0, 0.1), ("fa2", 800, 0, 0.91),
+            ("fa2", 800, 1, 0.95), ("fa2", 900, 1, 0.89), ("fa2", 900, 0, 0.9),
+            ("fa2", 1300, 0, 0.0)]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["arm", "step", "head", "entropy"]).assign(layer=0, seed=4)
+    sigma = [(step, 0, head, 1.0 + head) for step in (49, 99) for head in (0, 1)]
+    probes = pd.DataFrame(sigma, columns=["step", "layer", "head", "sigma_q"])
+    run = SimpleNamespace(probes=probes, explosion=Explosion(1200, True), metrics=range(1800))
+    assert rings(table, {4: run}).loc[4].to_dict() == dict(notice=300, largest=True)
+    silent = table[table.arm == "refined"]
+    assert rings(silent, {4: run}).loc[4].to_dict() == dict(notice=0, largest=False)

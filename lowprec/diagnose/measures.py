@@ -5,23 +5,33 @@ which healthy heads have as well. It is how much of a head's W_Q gradient is err
 O moves delta by eps = delta_o - delta_ref in each row, and the gradient by
 e = -scale * sum_i eps_i (P K)_i x_i^T (`lowprec.training.probes`). A head is alarmed if
 
-    share    ||e|| / ||exact gradient|| >= 0.2, and
-    common   |mean score| >= 10
+    share       ||e|| / ||exact gradient|| >= 0.2,
+    share_all   that share with the whole error of the gradient, of all roundings, >= 0.2,
+    key_share   |mean key| / rms key >= 0.9, and
+    common      |mean score| >= 10
 
 The first, because errors of many steps agree and gradients of many batches do not: Adam with
 beta_1 = 0.9 averages about 19 gradients, which shortens a sum of independent ones by sqrt(19) = 4.4
 and not one of equal ones, so from a share of 0.23 on the error is the larger part of the step. The
-second, because that step moves q along the mean key and so raises all scores of a row alike; where
+second, because the step has all errors, and others can cancel that of O. The third, because what
+errors of many steps have in common is the mean key: keys that are not alike give them no direction
+to agree on, and scores that grow without it, as at too high a rate, grow for another reason. The
+fourth, because that step moves q along the mean key and so raises all scores of a row alike; where
 they are small the drift has done nothing yet. Without it heads ring that have no gradient to speak
-of, as in the first steps of a training. Both limits were chosen on the seven captures of
-`data/captures`, the second after false alarms (book, part IV); they are no theorem. A few rows
-carry much of e, so little text can miss a failing head: the more of it, the better.
+of, as in the first steps of a training.
+
+The limits of share and common were chosen on the seven captures of `data/captures`, the latter
+after false alarms (book, part IV). key_share and share_all joined them after false alarms in the
+campaign `otherwise`: 0.9 is the limit of the first rule, which had read key_share in the place of
+common, and 0.2 is that of share. They are no theorem. A few rows carry much of e, so little text
+can miss a failing head: the more of it, the better.
 
 `share` is the statistic that runs record, and on which the limit was tested. It is what the stored
 output does to a delta that reads it, also under a policy whose delta reads something else.
 `share_all` is the same with the whole error of the gradient, of every rounding of the policy: dQ as
-the backward has it, less dQ in float64. The rounding of P is in it. No alarm reads it, so a model
-that fails by P alone gives none.
+the backward has it, less dQ in float64. The rounding of P is in it. An alarm needs both, so a model
+that fails by P alone gives none, and one under `SAFE`, which takes that error out again, hardly
+any.
 
 `tv` is how far rounding q and k moves P: 0.05 and more, and the head computes something else.
 """
@@ -46,7 +56,7 @@ from lowprec.diagnose.directions import common_parts
 from lowprec.numerics.formats import BF16, ulp
 from lowprec.numerics.policy import PrecisionPolicy
 
-SHARE, COMMON, BROKEN = 0.2, 10.0, 0.05
+SHARE, KEYS, COMMON, BROKEN = 0.2, 0.9, 10.0, 0.05
 BLOCKS = 16
 """Blocks of consecutive rows behind the interval of delta's bias."""
 ROWS = 128
@@ -69,14 +79,15 @@ COLUMNS = {
     "coherence": "inner product of the errors of two sequences over their mean square, on average; "
     "0: a larger batch averages them away, 1: it does not. nan for one sequence",
     "share_all": "that share with the whole error of that gradient, of all roundings: dQ of the "
-    "policy less dQ in float64",
-    "key_share": "size of the mean key, over the rms of the keys",
+    f"policy less dQ in float64; an alarm needs {SHARE:g} and more",
+    "key_share": "size of the mean key, over the rms of the keys; "
+    f"an alarm needs {KEYS:g} and more",
     "common": "mean score of a row, averaged over the rows from the second on; "
     f"an alarm needs {COMMON:g} and more, in size",
     "tv": "how far rounding q and k moves P, in total variation; "
     f"from {BROKEN:g} on the head computes something else",
     "logit": "largest score, scale q k^T, of a query and a key that it sees",
-    "alarm": "whether both limits are reached",
+    "alarm": "whether the four limits are reached",
 }
 """The columns of `probe`, in words."""
 ALSO = {
@@ -113,9 +124,10 @@ class Call:
     seen: dict | None = None
 
 
-def alarmed(share, common):
-    """Whether a head is: both limits reached."""
-    return (share >= SHARE) & (abs(common) >= COMMON)
+def alarmed(heads: pd.DataFrame) -> pd.Series:
+    """Whether each head of a table is: by share, share_all, key_share and common."""
+    large = (heads.share >= SHARE) & (heads.share_all >= SHARE)
+    return large & (heads.key_share >= KEYS) & (heads.common.abs() >= COMMON)
 
 
 def measure(call: Call) -> dict[str, torch.Tensor]:
@@ -265,7 +277,7 @@ def table(calls, read: str) -> pd.DataFrame:
         heads = call.heads or range(len(columns["share"]))
         tables.append(pd.DataFrame(dict(layer=call.layer, head=heads) | columns))
     found = pd.concat(tables, ignore_index=True)
-    found["alarm"] = alarmed(found.share, found.common)
+    found["alarm"] = alarmed(found)
     policies = ", ".join(dict.fromkeys(str(call.policy) for call in calls))
     found.attrs["read"] = f"{read}; attention emulated under {policies}"
     return found
@@ -276,6 +288,7 @@ def describe(row) -> str:
     return (
         f"in layer {row['layer']:.0f}, head {row['head']:.0f} the error that rounding O makes "
         f"through a delta that reads it is {row['share']:.2g} times as long as W_Q's gradient, "
-        f"that of all roundings {row['share_all']:.2g} times, and the mean score is "
+        f"that of all roundings {row['share_all']:.2g} times, the mean key is "
+        f"{row['key_share']:.2f} of the rms key, and the mean score is "
         f"{round(row['common'], 1) + 0.0:.1f}"
     )

@@ -9,9 +9,9 @@
 Nothing in the model or the loop changes besides, and the training is bit by bit the one without it:
 in a watched step hooks read what passes (`lowprec.diagnose.watch`), in others there are none. The
 numbers and the limits of the alarm are those of the probe (`lowprec.diagnose.measures`), of a few
-tokens of one batch, so silence proves little and an alarm that stays is worth a probe. It says what
-a delta that reads the stored O does, also where a policy such as SAFE takes that error out again;
-what is left then is `share_all`.
+tokens of one batch, so silence proves little and an alarm that stays is worth a probe. `share` says
+what a delta that reads the stored O does, also where a policy such as SAFE takes that error out
+again; what is left then is `share_all`, and an alarm needs both.
 
 The file has one JSON object a line for each watched step, layer and head, with `COLUMNS`:
 `pandas.read_json(path, lines=True)` is the table. A file that exists is added to.
@@ -167,7 +167,7 @@ class Monitor:
         table = pd.DataFrame(rows).assign(step=step)
         table["share"] = _quotient(table.error, table.gradient)
         table["share_all"] = _quotient(table.error_all, table.gradient)
-        table["alarm"] = measures.alarmed(table.share, table.common)
+        table["alarm"] = measures.alarmed(table)
         self.table = table = table[list(COLUMNS)]
         if _rank() == 0:
             self._tell(step, table)

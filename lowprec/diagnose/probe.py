@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lowprec import UserError
 from lowprec.diagnose import loading, measures, scores
 from lowprec.diagnose.calls import emulated
-from lowprec.diagnose.measures import BROKEN, COLUMNS, COMMON, SHARE
+from lowprec.diagnose.measures import BROKEN, COLUMNS, COMMON, KEYS, SHARE
 from lowprec.numerics.policy import SAFE, PrecisionPolicy
 from lowprec.publish import plots
 from lowprec.records import files, runs
@@ -23,7 +23,7 @@ from lowprec.training.capture import Capture
 from lowprec.training.model import GPT
 from lowprec.training.rotary import rotate
 
-__all__ = ["BROKEN", "COLUMNS", "COMMON", "SHARE", "figure", "probe", "verdict"]
+__all__ = ["BROKEN", "COLUMNS", "COMMON", "KEYS", "SHARE", "figure", "probe", "verdict"]
 
 
 def probe(
@@ -104,7 +104,10 @@ def verdict(table: pd.DataFrame) -> str:
     text = f"{measures.describe(worst)}. Rounding q and k moves P by {worst.tv:.2%}"
     read = f"\nRead: {table.attrs['read']}." if "read" in table.attrs else ""
     if ill.empty:
-        small = f" An alarm needs a mean score of {COMMON:.0f} and more, in size, as well."
+        small = (
+            f" An alarm needs a mean score of {COMMON:.0f} and more, in size, {SHARE:g} of all "
+            f"roundings, and a mean key of {KEYS:g} and more as well."
+        )
         return (
             f"No alarm in {len(table)} head(s), which on little text proves nothing. The largest "
             f"share: {text}.{small * bool(worst.share >= SHARE)}{read}"
@@ -118,7 +121,7 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def figure(table: pd.DataFrame):
-    """The two numbers that the alarm reads, a dot a head; returns the matplotlib figure."""
+    """Two of the numbers that the alarm reads, a dot a head; returns the matplotlib figure."""
     fig, ax = plots.subplots(figsize=(5.4, 3.8))
     ax.axhline(SHARE, color=plots.INK, lw=0.8, ls=":")
     ax.axvline(COMMON, color=plots.INK, lw=0.8, ls=":")

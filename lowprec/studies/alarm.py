@@ -19,8 +19,14 @@ from lowprec.training.data import shards
 
 FIRST_RULE = 0.9
 """Mean key over rms key from which on a head with a large share rang by the first rule."""
+
 SIZES = dict(vocab_size=2048, bos_token_id=0, eos_token_id=0)
 KINDS = ("GPT-2", "Llama")
+
+
+def second_rule(heads: pd.DataFrame) -> pd.Series:
+    """Whether each head of a table rang by the rule before today's, of share and mean score."""
+    return (heads.share >= probe.SHARE) & (heads.common.abs() >= probe.COMMON)
 
 
 def read(captures: dict, policy=None) -> pd.DataFrame:
@@ -49,7 +55,7 @@ def young(kind: str, seed: int, steps: int, length: int) -> pd.DataFrame:
 
     Four layers of four heads, in the Llama two of keys; batches of two sequences of `length` tokens
     in BF16, attention under CLEAN. Probed under FA2 at the start and three times after. Columns of
-    the probe, and model, seed, step and first_rule, whether the rule before today's would ring.
+    the probe, and model, seed, step and first_rule, whether the first rule would ring.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress")  # tqdm would like widgets

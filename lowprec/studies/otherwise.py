@@ -1,9 +1,11 @@
 """What the probe reads in trainings that fail with attention in FP32, before they do.
 
-Of each run of the campaign `otherwise` that explodes or ends in a loss that is not finite: the last
-weights kept before that, and where the data had a fault also those kept within it.
+Of each run of the campaigns `otherwise` and `otherwise_again` that explodes or ends in a loss that
+is not finite: the last weights kept before that, and where the data had a fault also those kept
+within it. Of the controls of the second all weights kept before the onset or the end.
 
     python -m lowprec.studies.otherwise data/runs/otherwise
+    python -m lowprec.studies.otherwise data/runs/otherwise_again
 """
 
 from __future__ import annotations
@@ -14,22 +16,43 @@ from pathlib import Path
 import pandas as pd
 
 from lowprec import UserError, entry
-from lowprec.diagnose.measures import COLUMNS
+from lowprec.diagnose.measures import COLUMNS, KEYS, alarmed
 from lowprec.diagnose.probe import probe
-from lowprec.evidence.heads import end_of
+from lowprec.evidence.heads import end_of, norms, take_offs
 from lowprec.records import runs
+from lowprec.records.files import data_root
+from lowprec.studies import dated, loop, warnings_tested
+from lowprec.studies.alarm import second_rule
 from lowprec.studies.kept import kept, unwritten
 from lowprec.training import recorder
 
 WITHIN = 2250, 2500
 """Steps within the fault of data, from 2,000 to 2,649, at which weights are kept."""
+FAULTY = ("noise", "shuffled")
+CAUSES = {
+    "rate16": "rate too high", "rate8": "rate too high", "climb-fp16": "rate, in FP16",
+    "noise": "spoilt data", "shuffled": "spoilt data",
+}  # fmt: skip
+RATES = ("rate16", "rate8")
+FAILING = ("fa2", "nope")
+CONTROLS = (*FAILING, "refined")
+"""Arms with attention in BF16: two that must ring, and one that must not."""
+ENDS = {"climb-fp16": "not finite", "refined": "healthy"}
+"""How the runs of an arm were predicted to end, if not by an explosion; controls by step LATEST."""
+LATEST = 3500
+CLAIMS = ("ends", "otherwise", "rates", "genuine", "notice", "head", "healthy", "keys", "before")
 
 
 def read(run: runs.Run) -> list[int]:
-    """Steps whose kept weights are read: the last before the onset, and those within a fault."""
-    steps = sorted(kept(run))
+    """Steps whose kept weights are read: the last before the onset, and those within a fault; of
+    controls all before the onset or the end; of other runs that do not fail none."""
+    steps, arm = sorted(kept(run)), run.info["arm"]
     before = [step for step in steps if step <= end_of(run)]
-    within = [step for step in steps if step in WITHIN and run.info["arm"] in ("noise", "shuffled")]
+    if arm in CONTROLS:
+        return before
+    if not run.explosion and run.info["ended"] == "completed":
+        return []
+    within = [step for step in steps if step in WITHIN and arm in FAULTY]
     return sorted({*before[-1:], *within})
 
 
@@ -38,12 +61,95 @@ def probed(folder: Path, device: str = "auto") -> pd.DataFrame:
     tables = [
         probe(kept(run)[step], policy="FA2", device=device).assign(run=run.name, step=step)
         for run in runs.load_runs(folder).run
-        for step in (read(run) if run.explosion or run.info["ended"] != "completed" else [])
+        for step in read(run)
     ]
     if not tables:
         raise UserError(f"no run in {folder} failed and has kept weights; record some first")
     table = pd.concat(tables, ignore_index=True)[["run", "step", *COLUMNS]]
     return table.astype(dict.fromkeys(table.select_dtypes("float").columns, "float32"))
+
+
+def read_table(campaign: str) -> pd.DataFrame | None:
+    """The heads of a campaign's probed.parquet, `alarm` by today's rule and `before` by the second
+    rule; None where there is no such table yet."""
+    path = data_root() / "runs" / campaign / "probed.parquet"
+    if not path.exists():
+        return None
+    heads = pd.read_parquet(path)
+    return heads.assign(alarm=alarmed(heads), before=second_rule(heads))
+
+
+def rung(heads: pd.DataFrame, captured: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The heads that ring by the second rule: of `read_table` by CAUSES, of captures that fail, of
+    the last weights of `LOW` in the paper's setting and of planted biases."""
+    cause = heads.run.str.rpartition("-")[0].map(CAUSES)
+    paper = pd.read_parquet(data_root() / "runs" / "paper" / "probed.parquet")
+    tables = {name: heads[cause == name] for name in dict.fromkeys(CAUSES.values())} | {
+        "failing captures": captured,
+        "LOW, last weights": paper[(paper.run == "low-seed0") & (paper.sequences == 32)],
+        "planted bias": dated.recorded("loop", **loop.PARAMETERS)["watched"],
+    }
+    return {name: table[second_rule(table)] for name, table in tables.items()}
+
+
+def ended(found: pd.DataFrame) -> dict[str, pd.Series]:
+    """What the claims on the ends of runs of `otherwise` take, by claim; found: as for `judged`."""
+    fails, faulty = found.outcome != "healthy", found[found.arm.isin(FAULTY)]
+    half, climb = (found[found.arm == arm].set_index("seed") for arm in ("climb-fp16", "climb"))
+    ends = {f"alarm_{arm}": fails[found.arm == arm] for arm in ("climb", *RATES)}
+    return ends | dict(
+        alarm_climb_fp16=(half.outcome == "not finite") & (half.end < climb.end),
+        alarm_faults=(faulty.outcome != "explodes") | ~faulty.end.between(2000, 2060),
+        alarm_faults_takeoff=faulty.run.map(lambda run: not take_offs(run, lag=200).empty),
+    )
+
+
+def again() -> dict[str, pd.Series | None]:
+    """Of the campaign `otherwise_again` what `judged` finds; None for each before its table."""
+    heads = read_table("otherwise_again")
+    if heads is None:
+        return dict.fromkeys(CLAIMS)
+    return judged(warnings_tested.load(["otherwise_again"]).set_index("name"), heads)
+
+
+def judged(found: pd.DataFrame, heads: pd.DataFrame) -> dict[str, pd.Series]:
+    """Of each of CLAIMS a number for each run, or head, by the campaign's numbered predictions.
+
+    found: of `warnings_tested.load`, by name. heads: of `read_table`. Runs that end otherwise than
+    predicted are in `ends` alone.
+    """
+    other = found.outcome != found.arm.map(ENDS).fillna("explodes")
+    other |= found.arm.isin(FAILING) & (found.end > LATEST)
+    good = found[~other]
+    exact, rates, failing, calm = (
+        good.index[some] for some in (
+            ~good.arm.isin(CONTROLS), good.arm.isin(RATES), good.arm.isin(FAILING),
+            good.arm == "refined",
+        )
+    )  # fmt: skip
+    by = heads.groupby("run")[["alarm", "before"]].any()
+    last = heads[heads.step == heads.groupby("run").step.transform("max")]
+    rang = {name: last[(last.run == name) & last.alarm] for name in failing}
+    first = {
+        rule: heads[heads[rule]].groupby("run").step.min().reindex(failing).fillna(float("inf"))
+        for rule in ("alarm", "before")
+    }
+    largest = {name: norms(found.run[name]).iloc[-1].idxmax() for name in failing}
+    faulty = heads[heads.run.isin(good.index[good.arm.isin(FAULTY)])]
+    early = faulty[faulty.step < WITHIN[0]].groupby("run").alarm.any()
+    only = heads[heads.run.isin(exact) & heads.before & ~heads.alarm]
+    names = [f"{x.run}, {x.step}: {x.layer}.{x.head}" for x in only.itertuples()]
+    return dict(
+        ends=other, otherwise=by.alarm.reindex(exact), rates=by.alarm.reindex(rates),
+        genuine=pd.Series({name: some.empty for name, some in rang.items()}),
+        notice=first["alarm"] > first["before"],
+        head=pd.Series({
+            name: largest[name] not in set(zip(some.layer, some["head"], strict=True))
+            for name, some in rang.items()
+        }),
+        healthy=pd.concat([by.alarm.reindex(calm), early]),
+        keys=(only.key_share < KEYS).set_axis(names), before=by.before.reindex(exact),
+    )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

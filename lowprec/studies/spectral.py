@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 
 from lowprec import entry
+from lowprec.evidence.heads import norms
 from lowprec.records import runs
 from lowprec.studies.kept import kept, load, unwritten
 from lowprec.training import recorder
@@ -28,6 +29,8 @@ COLUMNS = {
     "arm": "str", "seed": "int16", "step": "int32", "layer": "int16", "head": "int16",
     "entropy": "float32", "largest": "float32",
 }  # fmt: skip
+PART, FROM = 0.9, 700
+"""A run rings below this part of the least entropy of healthy runs, from this step on."""
 
 
 def entropy(q, k, dq, dk) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +63,27 @@ def changes(run: runs.Run, device: str = "cpu") -> pd.DataFrame:
         before = [w.clone() for w in now]
     table = pd.DataFrame(rows, columns=list(COLUMNS)[2:])
     return table.assign(arm=run.info["arm"], seed=run.seed)[list(COLUMNS)].astype(COLUMNS)
+
+
+def rings(table: pd.DataFrame, failing: dict[int, runs.Run]) -> pd.DataFrame:
+    """By seed of fa2, as the campaign's predictions say: notice, steps from the first ring to the
+    onset, 0 without one; largest, whether the head that rings first has the largest sigma(W_Q) at
+    the last probe before the onset.
+
+    A head rings whose entropy is below PART of the least of both refined runs from FROM on.
+    """
+    calm = table[(table.arm == "refined") & (table.step >= FROM)]
+    rung = table[(table.arm == "fa2") & (table.entropy < PART * calm.entropy.min())]
+    rows = {}
+    for seed, run in failing.items():
+        own = rung[(rung.seed == seed) & (rung.step < run.explosion.onset)]
+        first = own.sort_values(["step", "entropy"]).head(1)
+        heads = list(zip(first.layer, first["head"], strict=True))
+        rows[seed] = dict(
+            notice=int((run.explosion.onset - first.step).sum()),
+            largest=heads == [norms(run).iloc[-1].idxmax()],
+        )
+    return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def main(argv: list[str] | None = None) -> None:
