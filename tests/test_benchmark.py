@@ -141,8 +141,9 @@ def test_the_page_of_the_fix_has_its_price_once_it_is_recorded(monkeypatch, reco
         facts=lambda **values: said.update(values), check=lambda **values: said.update(values),
     )  # fmt: skip
     exec("".join(cell["source"]), names)
-    more = {"gpu", "refined_speed", "refined_memory"} if ratio else set()
+    more = {"gpu", "refined_speed", "refined_cost", "refined_memory"} if ratio else set()
     assert said.keys() == {"price", "root_price"} | more
     assert (said["price"], said["root_price"]) == (price, ratio)
     assert said.get("refined_speed", "0.950") == "0.950"
+    assert said.get("refined_cost", "5.3") == "5.3"
     assert ("0.995" in shown[0].to_html()) == (ratio is not None)
