@@ -63,6 +63,29 @@ def in_models() -> dict:
     return json.loads(paths[-1].read_text()) if paths else {}
 
 
+def tried(name: str) -> dict:
+    """A record of data/benchmarks/tried, of what was timed and left: "five" or "pow2"."""
+    return json.loads((data_root() / "benchmarks" / "tried" / f"{name}.json").read_text())
+
+
+def five_products() -> pd.Series:
+    """Time of a backward by five products, with the best blocks, over that by seven, by (head_dim,
+    seqlen)."""
+    rows = pd.DataFrame(tried("five")["five"])
+    best = rows.assign(kernel=rows.kernel.fillna("seven")).groupby(["head_dim", "seqlen", "kernel"])
+    wide = best.ms.min().unstack()
+    return wide["five"] / wide["seven"]
+
+
+def powers_of_two() -> pd.Series:
+    """Time of the forward of FA2 with shift=pow2, in one pass, over that of FA2 over the whole row,
+    by (head_dim, seqlen)."""
+    rows = pd.DataFrame(tried("pow2")["cases"])
+    whole = rows[(rows.impl == "triton") & rows.tile.isna()]
+    wide = whole.pivot(index=["head_dim", "seqlen"], columns="policy", values="forward_ms")
+    return (wide["FA2+shift=pow2"] / wide["FA2"]).dropna()
+
+
 def beside_stock(rows: list[dict], **columns: str) -> pd.DataFrame:
     """What the drop-in takes over PyTorch's attention: for each model, padded or not, the ratio of
     the numbers that `columns` rename. rows: "training" or "generation" of a record of models."""
