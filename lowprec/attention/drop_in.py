@@ -101,8 +101,9 @@ def sdpa(
     if how is not None:
         if "attn_mask" in how:  # with a mask PyTorch's fused kernels do not all share keys
             key, value = (for_queries(t, query.shape[1]) for t in (key, value))
+        shared = not query.shape[1] == key.shape[1] == value.shape[1]
         o = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1], **how
+            query, key, value, scale=scale, enable_gqa=shared, **how
         )
         return o.reshape(shape)
     if is_causal and query.shape[2] < key.shape[2]:  # nobody sees the keys beyond
