@@ -176,8 +176,8 @@ def told(found: pd.DataFrame, heads: pd.DataFrame) -> dict[str, str]:
     return dict(
         again_later=span(later[later > 0], "{:,.0f}"),
         again_notice=span(notice[found.arm.isin(FAILING)], "{:,.0f}"),
-        again_shuffled=span(early.end, "{:,}"), again_low=span(low, "{:.1f}"),
-        again_keys=span(keys),
+        again_shuffled=" and ".join(map("{:,}".format, sorted(early.end))),
+        again_low=span(low, "{:.1f}"), again_keys=span(keys),
     ) | {
         f"again_{name}_{rule}": f"{by[rule].sum()} of {len(by)}"
         for name, by in dict(ahead=ahead, calm=calm).items() for rule in rules
