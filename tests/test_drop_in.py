@@ -292,3 +292,22 @@ def test_the_page_runs(tmp_path, monkeypatch):
     assert plain["q"].grad.isfinite().all() and hub["loss"].isfinite()
     assert other["exact"].dtype == torch.float32 and masked["capped"].shape == masked["q"].shape
     assert (tmp_path / "run" / "monitor.jsonl").read_text().count("\n") == 4
+
+
+def test_without_a_gradient_a_mask_meets_keys_of_every_head(monkeypatch):
+    """PyTorch's fused kernels take shared keys or a mask; transformers repeats them as well."""
+    plain, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def stock(q, k, v, **how):
+        seen.append((k.shape[1], v.shape[1], how["enable_gqa"]))
+        return plain(q, k, v, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", stock)
+    q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    mask = torch.rand(2, 1, 5, 9) < 0.7
+    mask[..., 0] = True
+    with torch.no_grad():
+        masked = sdpa(q, k, v, mask, enable_gqa=True, policy="ALL_FP32")
+        sdpa(q, k, v, enable_gqa=True, policy="ALL_FP32")
+    assert seen == [(4, 4, False), (2, 2, True)]
+    torch.testing.assert_close(masked, plain(q, k, v, mask, enable_gqa=True))

@@ -17,7 +17,7 @@ import torch
 
 from lowprec import UserError
 from lowprec.attention import attention
-from lowprec.attention.inputs import DTYPES
+from lowprec.attention.inputs import DTYPES, for_queries
 from lowprec.attention.masks import Mask, Scores
 from lowprec.attention.operator import tell
 from lowprec.numerics.policy import ALL_FP32, FA2, SAFE, PrecisionPolicy
@@ -99,8 +99,11 @@ def sdpa(
         return query.new_zeros(shape) + nothing
     how = _stock(query, key, value, mask, scores, dropout_p) if alike and impl == "auto" else None
     if how is not None:
+        if "attn_mask" in how:  # with a mask PyTorch's fused kernels do not all share keys
+            key, value = (for_queries(t, query.shape[1]) for t in (key, value))
+        shared = not query.shape[1] == key.shape[1] == value.shape[1]
         o = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, scale=scale, enable_gqa=enable_gqa, **how
+            query, key, value, scale=scale, enable_gqa=shared, **how
         )
         return o.reshape(shape)
     if is_causal and query.shape[2] < key.shape[2]:  # nobody sees the keys beyond

@@ -98,7 +98,10 @@ def new_maximum(b_m, b_r, b_r2, o_q, who, n, j, c: tl.constexpr):
     elif c.shift == "pow2":  # in whole powers of two from here on
         b_shifted = tl.ceil(b_r * LOG2E)
         b_shifted = tl.where(tl.abs(b_shifted) < 2097152.0, b_shifted, float("nan"))
-    b_new = tl.maximum(b_m, tl.where(b_r == float("-inf"), b_r, b_shifted))
+    b_shifted = tl.where(b_r == float("-inf"), b_r, b_shifted)
+    b_new = tl.maximum(b_m, b_shifted)
+    if c.shift == "pow2":  # the maximum of a number and NaN is the number
+        b_new = tl.where(b_shifted == b_shifted, b_new, b_shifted)
     b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
     if c.shift == "pow2":
         b_alpha = power_of_two((tl.maximum(b_m - b_finite, -127.0) + 127.0).to(tl.int32))
