@@ -66,14 +66,15 @@ def test_which_weights_are_read(arm, onset, read, tmp_path):
 
 def test_what_the_predictions_on_fresh_seeds_are_judged_by():
     """A run of FA2 that rings late, in another head than the largest; one at too high a rate that
-    only the rule before rings in; one that was to explode and did not."""
+    only the rule before rings in; one that was to explode and did not; one that exploded before any
+    weights of it were kept, which is judged by its end alone."""
     sigma = [(step, 0, head, 2.0 + head) for step in (49, 99) for head in (0, 1)]
     probes = pd.DataFrame(sigma, columns=["step", "layer", "head", "sigma_q"])
     run = SimpleNamespace(probes=probes, explosion=Explosion(300, True), metrics=range(900))
     found = pd.DataFrame(
-        dict(arm=["fa2", "rate8", "noise", "refined"], end=[300, 700, 7000, 900], run=run,
-             outcome=["explodes", "explodes", "healthy", "healthy"]),
-        index=["f", "r", "n", "c"],
+        dict(arm=["fa2", "rate8", "noise", "refined", "shuffled"], end=[300, 700, 7000, 900, 1475],
+             outcome=["explodes", "explodes", "healthy", "healthy", "explodes"], run=run),
+        index=["f", "r", "n", "c", "s"],
     )  # fmt: skip
     heads = pd.DataFrame(
         [("f", 100, 0, 0, True, False, 0.8), ("f", 200, 0, 0, True, True, 1.0),
@@ -83,7 +84,7 @@ def test_what_the_predictions_on_fresh_seeds_are_judged_by():
     )  # fmt: skip
     seen = {name: list(value) for name, value in otherwise.judged(found, heads).items()}
     assert seen == dict(
-        ends=[False, False, True, False], otherwise=[False], rates=[False], genuine=[False],
-        notice=[True], head=[True], healthy=[False], keys=[True], before=[True],
+        ends=[False, False, True, False, False], otherwise=[False], rates=[False],
+        genuine=[False], notice=[True], head=[True], healthy=[False], keys=[True], before=[True],
     )  # fmt: skip
     assert set(seen) == set(otherwise.CLAIMS)

@@ -19,7 +19,9 @@ from lowprec import UserError, entry
 from lowprec.diagnose.measures import COLUMNS, KEYS, alarmed
 from lowprec.diagnose.probe import probe
 from lowprec.evidence.heads import end_of, norms, take_offs
+from lowprec.evidence.words import span
 from lowprec.records import runs
+from lowprec.records.explosion import window_mean
 from lowprec.records.files import data_root
 from lowprec.studies import dated, loop, warnings_tested
 from lowprec.studies.alarm import second_rule
@@ -69,14 +71,24 @@ def probed(folder: Path, device: str = "auto") -> pd.DataFrame:
     return table.astype(dict.fromkeys(table.select_dtypes("float").columns, "float32"))
 
 
-def read_table(campaign: str) -> pd.DataFrame | None:
+def read_table(campaign: str) -> pd.DataFrame:
     """The heads of a campaign's probed.parquet, `alarm` by today's rule and `before` by the second
-    rule; None where there is no such table yet."""
-    path = data_root() / "runs" / campaign / "probed.parquet"
-    if not path.exists():
-        return None
-    heads = pd.read_parquet(path)
+    rule."""
+    heads = pd.read_parquet(data_root() / "runs" / campaign / "probed.parquet")
     return heads.assign(alarm=alarmed(heads), before=second_rule(heads))
+
+
+def by_reading(heads: pd.DataFrame, ends: pd.Series) -> pd.DataFrame:
+    """A row a run and step: onset or end, heads that ring by either rule, and the largest numbers
+    of a head. heads: of `read_table`; ends: steps by run."""
+    found = heads.assign(common=heads.common.abs()).groupby(["run", "step"], as_index=False)
+    found = found.agg(
+        before=("before", "sum"), now=("alarm", "sum"), share=("share", "max"),
+        key_share=("key_share", "max"), common=("common", "max"),
+    )  # fmt: skip
+    found.insert(1, "onset", found.run.map(ends))
+    names = {"common": "mean score", "key_share": "mean key", "before": "rang before"}
+    return found.rename(columns=names | {"now": "ring now"})
 
 
 def rung(heads: pd.DataFrame, captured: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -104,30 +116,28 @@ def ended(found: pd.DataFrame) -> dict[str, pd.Series]:
     )
 
 
-def again() -> dict[str, pd.Series | None]:
-    """Of the campaign `otherwise_again` what `judged` finds; None for each before its table."""
-    heads = read_table("otherwise_again")
-    if heads is None:
-        return dict.fromkeys(CLAIMS)
-    return judged(warnings_tested.load(["otherwise_again"]).set_index("name"), heads)
+def again() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(found, heads) of the campaign `otherwise_again`, as `judged` takes them."""
+    found = warnings_tested.load(["otherwise_again"]).set_index("name")
+    return found, read_table("otherwise_again")
 
 
 def judged(found: pd.DataFrame, heads: pd.DataFrame) -> dict[str, pd.Series]:
     """Of each of CLAIMS a number for each run, or head, by the campaign's numbered predictions.
 
     found: of `warnings_tested.load`, by name. heads: of `read_table`. Runs that end otherwise than
-    predicted are in `ends` alone.
+    predicted, or before the first weights that are read, are in `ends` alone.
     """
     other = found.outcome != found.arm.map(ENDS).fillna("explodes")
     other |= found.arm.isin(FAILING) & (found.end > LATEST)
-    good = found[~other]
+    by = heads.groupby("run")[["alarm", "before"]].any()
+    good = found[~other & found.index.isin(by.index)]
     exact, rates, failing, calm = (
         good.index[some] for some in (
             ~good.arm.isin(CONTROLS), good.arm.isin(RATES), good.arm.isin(FAILING),
             good.arm == "refined",
         )
     )  # fmt: skip
-    by = heads.groupby("run")[["alarm", "before"]].any()
     last = heads[heads.step == heads.groupby("run").step.transform("max")]
     rang = {name: last[(last.run == name) & last.alarm] for name in failing}
     first = {
@@ -150,6 +160,28 @@ def judged(found: pd.DataFrame, heads: pd.DataFrame) -> dict[str, pd.Series]:
         healthy=pd.concat([by.alarm.reindex(calm), early]),
         keys=(only.key_share < KEYS).set_axis(names), before=by.before.reindex(exact),
     )  # fmt: skip
+
+
+def told(found: pd.DataFrame, heads: pd.DataFrame) -> dict[str, str]:
+    """Facts beside the verdicts of `judged`, by name, from the same tables."""
+    first = {rule: heads[heads[rule]].groupby("run").step.min() for rule in ("alarm", "before")}
+    later = (first["alarm"] - first["before"]).reindex(found.index[found.arm.isin(FAILING)])
+    notice = found.end - first["alarm"]
+    early = found[(found.arm == "shuffled") & (found.end < 2000)]
+    arm, rules = heads.run.map(found.arm), ["alarm", "before"]
+    ahead = heads[~arm.isin(CONTROLS) & (heads.step < heads.run.map(found.end))]
+    ahead, calm = (some.groupby("run")[rules].any() for some in (ahead, heads[arm == "refined"]))
+    keys = heads[heads.alarm & arm.isin(RATES)].key_share
+    low = early.run.map(lambda run: window_mean(run.metrics.loss)[: end_of(run)].min())
+    return dict(
+        again_later=span(later[later > 0], "{:,.0f}"),
+        again_notice=span(notice[found.arm.isin(FAILING)], "{:,.0f}"),
+        again_shuffled=" and ".join(map("{:,}".format, sorted(early.end))),
+        again_low=span(low, "{:.1f}"), again_keys=span(keys),
+    ) | {
+        f"again_{name}_{rule}": f"{by[rule].sum()} of {len(by)}"
+        for name, by in dict(ahead=ahead, calm=calm).items() for rule in rules
+    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
