@@ -129,8 +129,8 @@ def test_every_site_of_a_linear_quantity_is_there():
 def with_blocks(monkeypatch, bm, bn):
     blocks = launch.blocks
 
-    def other(kernel, d, lengths, tile, dtype):
-        sizes, options = blocks(kernel, d, lengths, tile, dtype)
+    def other(kernel, d, lengths, *how):
+        sizes, options = blocks(kernel, d, lengths, *how)
         even = lengths[0] % bm == lengths[1] % bn == 0
         return sizes | dict(bm=bm, bn=bn, even=even), options
 

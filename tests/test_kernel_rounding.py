@@ -357,12 +357,12 @@ def test_a_block_fits_into_the_shared_memory(architecture, kib, d, dtype, tmp_pa
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_every_entry_of_the_block_table_is_used(d, monkeypatch):
-    """An entry "kernel tile" or "kernel tiled" is what that kernel takes for that tile."""
+    """An entry "kernel tile", "kernel tiled" or "kernel kind" is what that kernel takes for it."""
     monkeypatch.setattr(launch, "NATIVE", True)
     for name, (bm, bn, warps, *_) in launch.HARDWARE["sm_90"][d].items():
-        kernel, _, tile = name.partition(" ")
-        tile = int(tile) if tile.isdigit() else 256 if tile else 0
-        sizes, options = launch.blocks(kernel, d, (4096, 4096), tile, torch.bfloat16)
+        kernel, _, kind = name.partition(" ")
+        tile = int(kind) if kind.isdigit() else 256 if kind == "tiled" else 0
+        sizes, options = launch.blocks(kernel, d, (4096, 4096), tile, torch.bfloat16, kind)
         assert (sizes["bm"], sizes["bn"], options["num_warps"]) == (bm, bn, warps), name
 
 

@@ -191,6 +191,8 @@ def test_presets_are_the_design_table():
         (lambda: LOW.replace(shift="beta(gama=1)"), ("shift", "gama", "beta, gamma, tol")),
         (lambda: LOW.replace(shift="offset(amplitude=x)"), ("shift", "amplitude=x", "number")),
         (lambda: LOW.replace(shift="mute(amplitude=1,tol=inf)"), ("shift", "tol", "finite")),
+        (lambda: LOW.replace(o="e4m3fn@token"), ("field o", "@token", "@2^8", "@token,pow2")),
+        (lambda: LOW.replace(p="e4m3fn@256"), ("field p", "@256", "@2^8")),
         (lambda: LOW.replace(shift="wild"), ("shift", "wild", "dither")),
         (lambda: PrecisionPolicy.parse("LOW+delta=o"), ("delta", "delta_from")),
         (lambda: PrecisionPolicy.parse("low"), ("low", "LOW")),

@@ -76,9 +76,9 @@ def test_a_delta_of_one_s_own_trains(tmp_path, monkeypatch):
     monkeypatch.setitem(policy.CHOICES, "delta_from", names)
     usual, how = reference._delta, dict(impl="emulate", steps=8, probe_every=8)
 
-    def delta(t, p, do, given, rnd):
+    def delta(t, p, v, do, given, *rest):
         mine = given.delta_from == "mine"
-        return (do * t.o_fp32).sum(-1) if mine else usual(t, p, do, given, rnd)
+        return (do * t.o_fp32).sum(-1) if mine else usual(t, p, v, do, given, *rest)
 
     monkeypatch.setattr(reference, "_delta", delta)
     losses = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from lowprec import UserError
@@ -37,6 +38,9 @@ class Site:
             return text
         name, _, rounding = str(text).removesuffix(BY_ROW).partition(":")
         rounding = rounding or "nearest_even"
+        scale = name.partition("@")[2]
+        if scale and not re.fullmatch(r"2\^-?\d+", scale):
+            raise UserError(f"{text}: a scale is a power of two, as in @2^8, or for o {BY_ROW}")
         if rounding not in ROUNDINGS:
             raise UserError(f"unknown rounding {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
         return cls(Format.parse(name), rounding, str(text).endswith(BY_ROW))
