@@ -18,6 +18,7 @@ from lowprec.numerics.policy import ALL_FP32
 from lowprec.records import files
 from lowprec.records.tables import weights_sha256
 from lowprec.studies import landscape, rivals
+from lowprec.studies.rotated import take_weights
 from lowprec.training import campaign, capture
 from lowprec.training.capture import Capture
 from lowprec.training.config import LLAMA, PRESETS, TrainConfig
@@ -426,17 +427,7 @@ def copied(theirs, **changes):
     """A GPT with the weights of a transformers Llama whose embeddings are tied."""
     c = theirs.config
     model = made(n_kv_head=c.num_key_value_heads, mlp_hidden=c.intermediate_size, **LLAMA | changes)
-    model.token.weight.copy_(theirs.model.embed_tokens.weight)
-    model.norm.weight.copy_(theirs.model.norm.weight)
-    for ours, layer in zip(model.blocks, theirs.model.layers, strict=True):
-        attention, mlp = layer.self_attn, layer.mlp
-        rows = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
-        ours.qkv.weight.copy_(torch.cat(rows))
-        ours.proj.weight.copy_(attention.o_proj.weight)
-        ours.up.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-        ours.down.weight.copy_(mlp.down_proj.weight)
-        ours.norm_attn.weight.copy_(layer.input_layernorm.weight)
-        ours.norm_mlp.weight.copy_(layer.post_attention_layernorm.weight)
+    take_weights(model, theirs)
     return model
 
 

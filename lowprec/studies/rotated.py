@@ -134,6 +134,22 @@ def drawn(x, generator):
 
 
 @torch.no_grad()
+def take_weights(model: GPT, theirs) -> None:
+    """Copy the weights of a transformers Llama whose embeddings are tied."""
+    model.token.weight.copy_(theirs.model.embed_tokens.weight)
+    model.norm.weight.copy_(theirs.model.norm.weight)
+    for ours, layer in zip(model.blocks, theirs.model.layers, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        rows = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        ours.qkv.weight.copy_(torch.cat(rows))
+        ours.proj.weight.copy_(attention.o_proj.weight)
+        ours.up.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        ours.down.weight.copy_(mlp.down_proj.weight)
+        ours.norm_attn.weight.copy_(layer.input_layernorm.weight)
+        ours.norm_mlp.weight.copy_(layer.post_attention_layernorm.weight)
+
+
+@torch.no_grad()
 def as_gpt(theirs) -> GPT:
     """A GPT with the weights of a transformers Llama whose embeddings are tied. Attention is
     PyTorch's, in FP32 on FP32 inputs."""
@@ -146,17 +162,7 @@ def as_gpt(theirs) -> GPT:
             policy="FA2", impl="sdpa", rotary=str(USUAL), **LLAMA,
         )
     )  # fmt: skip
-    model.token.weight.copy_(theirs.model.embed_tokens.weight)
-    model.norm.weight.copy_(theirs.model.norm.weight)
-    for ours, layer in zip(model.blocks, theirs.model.layers, strict=True):
-        attention, mlp = layer.self_attn, layer.mlp
-        rows = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
-        ours.qkv.weight.copy_(torch.cat(rows))
-        ours.proj.weight.copy_(attention.o_proj.weight)
-        ours.up.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-        ours.down.weight.copy_(mlp.down_proj.weight)
-        ours.norm_attn.weight.copy_(layer.input_layernorm.weight)
-        ours.norm_mlp.weight.copy_(layer.post_attention_layernorm.weight)
+    take_weights(model, theirs)
     return model
 
 

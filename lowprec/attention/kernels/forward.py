@@ -129,8 +129,6 @@ def weighted_sum(
         b_ties += tl.sum(m_top.to(tl.int32), 1)
     if c.shift == "pow2":
         b_p = by_powers(b_stored, b_s, b_finite[:, None], scale_of(where, c), c.exact)
-        if MASKED:
-            b_p = tl.where(visible(o_q[:, None], o_k[None, :], where, c), b_p, 0.0)
     elif c.x == 0:
         b_p = exp_difference(b_stored, b_s, b_finite[:, None], scale_of(where, c), c.s, c.exact)
     else:
