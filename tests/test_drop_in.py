@@ -110,8 +110,9 @@ def test_autocast_casts_as_pytorch_does():
         (dict(attn_mask=torch.ones(16, 16, dtype=torch.int64)), ("attn_mask", "booleans")),
     ],
 )
-def test_what_is_not_supported_is_named(change, words):
-    with pytest.raises(UserError) as error:
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_not_supported_is_named(change, words, grad):
+    with torch.set_grad_enabled(grad), pytest.raises(UserError) as error:
         sdpa(*qkv(1, 2, 16, 16), **change)
     assert all(word in str(error.value) for word in words)
 
@@ -123,13 +124,20 @@ def test_dtypes_must_be_alike(grad):
         sdpa(q, k.bfloat16(), v, policy="ALL_FP32")
 
 
-def test_shapes_that_are_refused():
-    with pytest.raises(UserError, match="multiple of the heads"):
-        sdpa(*qkv(1, 3, 8, 16, heads=2), enable_gqa=True)
-    with pytest.raises(UserError, match="seqlen, head_dim"):
-        sdpa(*(torch.ones(4) for _ in range(3)))
-    with pytest.raises(UserError, match="multiple of the heads"):
-        sdpa(torch.ones(1, 3, 8, 16), *2 * [torch.ones(1, 0, 8, 16)], enable_gqa=True)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "shapes,words",
+    [
+        (((1, 3, 8, 16), (1, 2, 8, 16)), "multiple of the heads"),
+        (((4,), (4,)), "seqlen, head_dim"),
+        (((1, 3, 8, 16), (1, 0, 8, 16)), "multiple of the heads"),
+        (((1, 2, 8, 16), (1, 2, 8, 32)), "same leading dimensions"),
+    ],
+)
+def test_shapes_that_are_refused(shapes, words, grad):
+    q, k = (torch.ones(shape) for shape in shapes)
+    with torch.set_grad_enabled(grad), pytest.raises(UserError, match=words):
+        sdpa(q, k, k, enable_gqa=True)
 
 
 @pytest.mark.parametrize(

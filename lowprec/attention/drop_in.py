@@ -63,6 +63,9 @@ def sdpa(
 
     Raises `UserError` naming what is not supported.
     """
+    if _simple(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, impl, scores):
+        if _known(policy if isinstance(policy, str) else policy.text, query.dtype) == (False, True):
+            return _pytorch(query, key, value, scale, attn_mask=attn_mask, is_causal=is_causal)
     if not 0 <= dropout_p <= 1:
         raise UserError(f"dropout_p={dropout_p} must be from 0 to 1")
     if min(t.dim() for t in (query, key, value)) < 2:
@@ -99,13 +102,7 @@ def sdpa(
         return query.new_zeros(shape) + nothing
     how = _stock(query, key, value, mask, scores, dropout_p) if alike and impl == "auto" else None
     if how is not None:
-        if "attn_mask" in how:  # with a mask PyTorch's fused kernels do not all share keys
-            key, value = (for_queries(t, query.shape[1]) for t in (key, value))
-        shared = not query.shape[1] == key.shape[1] == value.shape[1]
-        o = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, scale=scale, enable_gqa=shared, **how
-        )
-        return o.reshape(shape)
+        return _pytorch(query, key, value, scale, **how).reshape(shape)
     if is_causal and query.shape[2] < key.shape[2]:  # nobody sees the keys beyond
         key, value = (t[:, :, : query.shape[2]] for t in (key, value))
     if key.shape[1] != value.shape[1]:
@@ -116,6 +113,36 @@ def sdpa(
         dropout=dropout_p,
     )  # fmt: skip
     return o.reshape(shape)
+
+
+def _simple(query, key, value, mask, dropout_p, is_causal, enable_gqa, impl, scores) -> bool:
+    """Whether nothing about the arguments needs a second look, as where a model generates: there
+    each question delays every token of every layer."""
+    if torch.is_grad_enabled() or scores is not None or dropout_p or impl != "auto":
+        return False
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v) == 4 or torch.is_autocast_enabled(query.device.type):
+        return False
+    if not (q[0] == k[0] == v[0] and q[3] == k[3] and k[1:3] == v[1:3] and q[2] and k[2] and v[3]):
+        return False
+    if not (query.dtype == key.dtype == value.dtype and q[0] and q[1] and q[3] and k[1]):
+        return False
+    if q[1] != k[1] and (not enable_gqa or q[1] % k[1]) or is_causal and q[2] != k[2]:
+        return False
+    if mask is None:
+        return True
+    m = mask.shape if type(mask) is torch.Tensor and mask.dtype == torch.bool else ()
+    return not is_causal and m in (q[:3] + k[2:3], (q[0], 1, q[2], k[2]))
+
+
+def _pytorch(query, key, value, scale, attn_mask=None, is_causal=False):
+    """PyTorch's function, whose fused kernels do not all share keys where there is a mask."""
+    if attn_mask is not None:
+        key, value = (for_queries(t, query.shape[1]) for t in (key, value))
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale,
+        enable_gqa=not query.shape[1] == key.shape[1] == value.shape[1],
+    )  # fmt: skip
 
 
 def _known(policy, dtype: torch.dtype) -> tuple[bool, bool]:
