@@ -48,6 +48,19 @@ def test_a_kernel_of_pytorch_is_the_one_that_is_timed(monkeypatch, impl):
     assert allowed == [impl]
 
 
+def test_flex_attention_is_causal_attention(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    q, k, v = torch.randn(3, 2, 2, 128, 16).unbind(0)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(benchmark.flex.__wrapped__(128, "cpu")(q, k, v), wanted)
+
+
+def test_every_length_has_as_much_to_do():
+    for case in benchmark.cases():
+        tokens = case.batch * case.seqlen * case.heads * case.head_dim
+        assert tokens == benchmark.TOKENS * 12 * 64 and case.batch >= 1
+
+
 def test_a_floor_is_linear_in_its_ceiling():
     case = vars(Case())
     slow, fast = (floors(case, dict(tflops=400.0 * k, tbps=2.0)) for k in (1, 2))

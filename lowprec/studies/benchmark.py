@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import importlib.util
 import json
@@ -47,8 +48,8 @@ SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention, causal, BF16. impl: triton, flash or cudnn of PyTorch's SDPA, or
-    released."""
+    """One call of attention, causal, BF16. impl: triton; flash, cudnn or flex of PyTorch, the last
+    FlexAttention compiled for the shape; or released."""
 
     impl: str = "triton"
     policy: str = "FA2"
@@ -61,7 +62,8 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Policies at one shape, and FA2 beside PyTorch's kernels at T = 512 to 16,384."""
+    """Policies at one shape, and FA2 beside PyTorch's kernels at T = 512 to 65,536: `TOKENS` at
+    every T, and at the last twice as many with half of the heads."""
     policies = [
         Case(policy=p) for p in (
             "ALL_FP32", "FA2", "PAPER", "LOW", "LOW+delta_from=o_fp32", "LOW+delta_from=o_split",
@@ -77,16 +79,26 @@ def cases() -> list[Case]:
         Case(policy="FA2", probe=True), Case(policy="LOW", probe=True),
     ]  # fmt: skip
     shapes = [
-        dict(batch=TOKENS // n, seqlen=n, heads=h, head_dim=d)
+        dict(batch=TOKENS // n or 1, seqlen=n, heads=h if n <= TOKENS else h // 2, head_dim=d)
         for h, d in ((12, 64), (6, 128))
-        for n in (512, 1024, 2048, 4096, 8192, 16384)
+        for n in (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
     ]
-    lengths = [
-        Case(impl=impl, tile=tile, **shape)
-        for shape in shapes
-        for impl, tile in (("triton", None), ("triton", 64), ("flash", None), ("cudnn", None))
-    ]
+    kernels = (("triton", None), ("triton", 64), ("flash", None), ("cudnn", None), ("flex", None))
+    lengths = [Case(impl=impl, tile=tile, **shape) for shape in shapes for impl, tile in kernels]
     return list(dict.fromkeys(policies + lengths))
+
+
+@functools.lru_cache
+def flex(seqlen: int, device: str = "cuda"):
+    """Causal FlexAttention, compiled, for q, k, v of that length."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal(b, h, q, k):
+        return q >= k
+
+    mask = create_block_mask(causal, None, None, seqlen, seqlen, device=device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
 
 
 class Inputs:
@@ -113,6 +125,8 @@ class Inputs:
         if case.impl in SDPA:
             with sdpa_kernel(SDPA[case.impl]):
                 return scaled_dot_product_attention(*inputs, is_causal=True)
+        if case.impl == "flex":
+            return flex(case.seqlen)(*inputs)
         return attention(*inputs, case.policy, tile=case.tile, probe=self.probe, impl=case.impl)
 
     def backward(self, o):
@@ -140,10 +154,16 @@ def milliseconds(stream, call, calls: int = 8, replays: int = 9) -> dict[str, fl
     return dict(ms=statistics.median(times), least=min(times), most=max(times))
 
 
+def _kept():
+    """The backward is run many times on one forward, so it must not reuse its inputs' memory."""
+    return torch._functorch.config.patch(donated_buffer=False)
+
+
 def measure(case: Case, released=None) -> dict:
     """The case with its times in milliseconds and the memory that forward and backward add."""
     stream = torch.cuda.Stream()  # a graph cannot hold the default stream's work
-    with torch.cuda.stream(stream):
+    torch.compiler.reset()  # it compiles a function 8 times, and then no more
+    with torch.cuda.stream(stream), _kept():
         x = Inputs(case, released)
         x.backward(x.forward())  # compiles, and lets libraries take their workspaces
         stream.synchronize()
@@ -153,9 +173,10 @@ def measure(case: Case, released=None) -> dict:
         x.backward(o)
         stream.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
+        calls = 8 if case.seqlen < TOKENS else 2
         with torch.no_grad():
-            forward = milliseconds(stream, x.forward)
-        backward = milliseconds(stream, lambda: x.backward(o))
+            forward = milliseconds(stream, x.forward, calls)
+        backward = milliseconds(stream, lambda: x.backward(o), calls)
     row = dataclasses.asdict(case) | {"peak_mib": peak / 2**20}
     for half, times in (("forward", forward), ("backward", backward)):
         row |= {f"{half}_{name}": value for name, value in times.items()}
@@ -332,10 +353,10 @@ def sweep_one(kernel: str, case: Case, block: tuple) -> dict:
 
 
 def _compile(job) -> None:
-    """Fill Triton's cache; what does not fit shows when it is timed."""
+    """Fill the caches of Triton and of the compiler; what does not fit shows when it is timed."""
     kernel, case, block = job
-    small = dataclasses.replace(case, batch=1)
-    with contextlib.suppress(Exception):
+    small = case if case.impl == "flex" else dataclasses.replace(case, batch=1)
+    with contextlib.suppress(Exception), _kept():
         with hardware_blocks(kernel, case.head_dim, block) if block else contextlib.nullcontext():
             x = Inputs(small)
             x.backward(x.forward())
@@ -366,14 +387,13 @@ def record(tests: Path | None = None, sweep: bool = True, released: Path | None 
         ]
     processes = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile, [job for job in plan if job[1].impl == "triton"]))
+        list(pool.map(_compile, [job for job in plan if job[1].impl not in SDPA]))
     out = dict(date=datetime.date.today().isoformat(), **provenance.provenance("cuda"))
     if tests is not None:
         out["gpu_tests"] = count_tests(tests)
     out["ceilings"] = ceilings()
     out["cases"] = [measure(case) for _, case, block in plan if block is None]
     if released is not None:
-        # The backward is run many times on one forward, so it must not reuse its inputs' memory.
         with torch._functorch.config.patch(donated_buffer=False):
             out["cases"].append(measure(PUBLISHED, load_released(released)))
         out["released_sha256"] = hashlib.sha256(released.read_bytes()).hexdigest()
