@@ -28,10 +28,8 @@ def test_both_attentions_train_generate_and_are_watched():
         in_models.trained("Llama", a, rounds=1, steps=1, compiled=False, **SMALL, **how)
         for a in in_models.ATTENTIONS
     ]
-    rows += [
-        in_models.generated("Llama", a, size=2, prompt=12, tokens=3, rounds=1, **how)
-        for a in in_models.ATTENTIONS
-    ]
+    rows += in_models.generated("Llama", size=2, prompt=12, tokens=3, rounds=1, **how)
+    assert [row["attention"] for row in rows] == 2 * list(in_models.ATTENTIONS)
     assert rows[0]["parameters"] == rows[1]["parameters"] > 10_000
     assert all(row["least"] == row["most"] > 0 for row in rows)
     watched = in_models.monitored("Llama", 1, **SMALL, **how)

@@ -116,26 +116,30 @@ def trained(name: str, attention: str, padded: bool = False, rounds: int = 5, st
     )  # fmt: skip
 
 
-def generated(name: str, attention: str, size: int = 8, prompt: int = 512, tokens: int = 64,
-              rounds: int = 5, device: str = "cuda", **sizes) -> dict:  # fmt: skip
-    """Seconds for so many new tokens of each sequence in BF16, the likeliest ones; the median,
-    least and most."""
-    model = build(name, attention, device, **sizes).to(torch.bfloat16)
-    ids = batch(model, False, size, prompt)["input_ids"]
+def generated(name: str, size: int = 8, prompt: int = 512, tokens: int = 64, rounds: int = 15,
+              device: str = "cuda", **sizes) -> list[dict]:  # fmt: skip
+    """Of each attention, seconds for so many new tokens of each sequence in BF16, the likeliest
+    ones; the median, least and most. The attentions take turns, so that a host that is busy for a
+    while delays both: a token of one sequence is mostly launches."""
+    models = {a: build(name, a, device, **sizes).to(torch.bfloat16) for a in ATTENTIONS}
+    ids = batch(models[ATTENTIONS[0]], False, size, prompt)["input_ids"]
     how = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    seconds = []
+    seconds = {attention: [] for attention in ATTENTIONS}
     for _ in range(rounds + 1):  # the first one warms up
-        start = time.perf_counter()
-        with torch.no_grad():
-            model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    seconds = seconds[1:]
-    return dict(
-        model=name, attention=attention, size=size, prompt=prompt, tokens=tokens,
-        seconds=statistics.median(seconds), least=min(seconds), most=max(seconds),
-    )  # fmt: skip
+        for attention, model in models.items():
+            start = time.perf_counter()
+            with torch.no_grad():
+                model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds[attention].append(time.perf_counter() - start)
+    return [
+        dict(
+            model=name, attention=attention, size=size, prompt=prompt, tokens=tokens,
+            seconds=statistics.median(took[1:]), least=min(took[1:]), most=max(took[1:]),
+        )
+        for attention, took in seconds.items()
+    ]  # fmt: skip
 
 
 def monitored(name: str, steps: int = 7, device: str = "cuda", **sizes) -> dict:
@@ -176,7 +180,7 @@ def record() -> dict:
         for name, padded in (("Llama", False), ("Gemma", False), ("Llama", True))
         for attention in ATTENTIONS
     ]
-    out["generation"] = [generated(name, a) for name in MODELS for a in ATTENTIONS]
+    out["generation"] = [row for name in MODELS for row in generated(name)]
     out["monitor"] = monitored("Llama")
     return out
 
