@@ -60,14 +60,13 @@ HARDWARE = {
     },
     "other": {
         64: {
-            "forward": (128, 64, 8, 2, None), "forward dense": (128, 32, 8, 2, None),
-            "dq": (128, 32, 8, 2, None), "dq dense": (64, 32, 8, 2, None),
-            "dkdv": (32, 128, 8, 2, None),
+            "forward": (128, 64, 8, 2, None), "forward tiled": (128, 32, 8, 2, None),
+            "forward dense": (128, 32, 8, 2, None), "dq": (128, 32, 8, 2, None),
+            "dq dense": (64, 32, 8, 2, None), "dkdv": (32, 128, 8, 2, None),
         },
         128: {
-            "forward": (64, 64, 8, 2, None), "dq": (64, 64, 8, 2, None),
-            "dq dense": (64, 32, 8, 2, None), "dkdv": (64, 64, 8, 2, None),
-            "dkdv shared": (64, 64, 8, 1, None),
+            "forward": (64, 64, 8, 2, None), "dq": (64, 32, 8, 2, None),
+            "dkdv": (64, 64, 8, 2, None), "dkdv shared": (64, 64, 8, 1, None),
         },
         256: {
             "forward": (64, 64, 8, 1, None), "forward dense": (64, 32, 8, 2, None),
@@ -76,9 +75,9 @@ HARDWARE = {
     },
 }  # fmt: skip
 """sm_90's are chosen from the sweep that data/benchmarks/ records. All other architectures take
-"other": compiled, not timed, for sm_80, 86, 89, 100 and 120. These are the largest blocks, of those
-compiled, that fit into the 99 KiB of shared memory which some have, and that spill no register with
-FA2, SAFE, LOW or ALL_FP32 on bfloat16 inputs."""
+"other": compiled, not timed, for sm_80, 86, 89, 100 and 120. Each fits into the 99 KiB of shared
+memory that some of them have, and spills no register with FA2, SAFE, LOW or ALL_FP32 on bfloat16
+inputs."""
 
 
 def check_supported(policy: PrecisionPolicy, tile: int | None = None) -> None:
