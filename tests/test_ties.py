@@ -1,14 +1,18 @@
 """Ties in heads and runs: rows made by hand, whose numbers can be told beforehand."""
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from conftest import RUNS
 
 from lowprec import UserError
-from lowprec.studies import ties
+from lowprec.evidence import claims, survival
+from lowprec.studies import ties, twins
 
 
 def capture(q, k, v, do=None):
@@ -195,3 +199,35 @@ def test_the_rank_correlation_of_ties_with_sums_counts_late_steps():
     one = run([[9, 9, 1, 1], [4, 4, 2, 2]], [[1] * 4] * 2)
     assert ties.rank_with_sums(one, after=700) == pytest.approx(1)
     assert ties.rank_with_sums(one, after=0) == pytest.approx(-1)
+
+
+@pytest.mark.parametrize(
+    ("below", "mended", "verdicts"),
+    [
+        ("", "", ["not run"] * 3),
+        ("x", "", ["inconclusive", "inconclusive", "not run"]),
+        ("xx", "..", ["inconclusive"] * 3),
+        ("xxxx", "....", ["supported"] * 3),
+        ("xxx.", "...x", ["refuted", "inconclusive", "refuted"]),
+        (".", "x", ["refuted", "not run", "refuted"]),
+        ("....", "....", ["refuted", "inconclusive", "supported"]),
+    ],
+)
+def test_a_smaller_largest_weight_is_judged_as_its_runs_come(below, mended, verdicts, tmp_path):
+    """below, mended: a character a seed of an arm of pow2, in whose place comes a run of FA2 that
+    explodes (x) or one with a refined δ that does not (.)."""
+    shutil.copy(RUNS / "pow2" / "campaign.yaml", tmp_path)
+    sources = {"x": RUNS / "mini" / "fa2", ".": RUNS / "refined" / "refined"}
+    for arm, fates in (("fa2", below), ("refined", mended)):
+        for seed, fate in enumerate(fates, 2):
+            run = tmp_path / f"{arm}-seed{seed}"
+            shutil.copytree(f"{sources[fate]}-seed{seed}", run)
+            info = json.loads((run / "run.json").read_text()) | dict(name=run.name, arm=arm)
+            (run / "run.json").write_text(json.dumps(info))
+    arms = survival.load_arms(str(tmp_path))
+    found = claims.check(
+        rounding_pow2_fails=arms["fa2"],
+        rounding_pow2_onset=twins.later(arms["fa2"], survival.load_arms("mini")["fa2"]),
+        rounding_pow2_refined=arms["refined"],
+    )
+    assert [result.verdict for result in found] == verdicts

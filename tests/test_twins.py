@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from lowprec.diagnose import drift
+from lowprec.evidence.survival import Arm
 from lowprec.records.explosion import Explosion
 from lowprec.studies import twins, warning
 
@@ -40,6 +41,25 @@ def test_pairs_are_of_the_seeds_that_both_have():
     table = twins.beside(MINE, BASE, lambda run: run.metrics.loss[0])
     assert list(table.index) == [1, 3] and table.index.name == "seed"
     assert table.mine.tolist() == [2.25, 2.5] and table.base.tolist() == [2, 2]
+
+
+def test_how_much_later_runs_explode_than_those_with_their_seed():
+    def arm(planned, **onsets):
+        runs = [run(int(name[1:]), onset) for name, onset in onsets.items()]
+        table = pd.DataFrame({"seed": [r.seed for r in runs], "run": runs})
+        table["exploded"] = [r.explosion is not None for r in runs]
+        table["duration"] = [onset or 400 for onset in onsets.values()]
+        return Arm("a", None, planned, table if len(table) else None)
+
+    base = arm((0, 1, 2), s0=100, s1=150, s2=None)
+    assert twins.later(arm((1, 0), s1=100, s0=130), base) == {0: 30, 1: -50}
+    assert twins.later(arm((0, 1, 2), s0=100, s2=90), base) == {0: 0}  # seed 2 of the base does not
+    assert twins.later(arm((0, 1)), base) is None
+    assert twins.later(arm((0, 1), s0=None), base) is None  # another may come
+    assert twins.later(arm((0,), s0=None), base) == {}
+    rise = arm((0, 1), s0=390, s1=100)
+    rise.runs.loc[0, "exploded"] = False  # what followed the rise is not recorded
+    assert twins.later(rise, base) == {1: -50}
 
 
 def test_a_pair_is_compared_before_either_explodes():

@@ -19,8 +19,10 @@ from lowprec.studies import benchmark
 HALVES = ("forward", "backward")
 KERNELS = {
     "FA2": {}, "FA2, tile 64": {"tile": 64}, "flash": {"impl": "flash"}, "cuDNN": {"impl": "cudnn"},
+    "Flex": {"impl": "flex"},
 }  # fmt: skip
-"""The kernels that were timed at every length, by how they differ from `BASE`."""
+"""The kernels that were timed at every length, by how they differ from `BASE`; in records before
+2026-11-27 but for PyTorch's FlexAttention."""
 REPAIRS = {
     "FA2+delta_from=o_fp32": "clean δ: O kept in FP32",
     "FA2+delta_from=o_split": "clean δ: O and its residual in BF16",
@@ -104,6 +106,8 @@ class Costs:
         table = pd.DataFrame(record["cases"])
         self.cases = table.assign(tile=table.tile.fillna(0).astype(int))
         self.lengths = sorted(int(t) for t in set(self.cases.seqlen))
+        impls = {"triton"} | set(self.cases.impl)
+        self.kernels = {k: c for k, c in KERNELS.items() if c.get("impl", "triton") in impls}
 
     def case(self, **changes) -> pd.Series:
         """The one case that differs from `BASE` as said; `UserError` if the record has it not."""
@@ -122,13 +126,15 @@ class Costs:
         )
         return Measured(ms[0] / ms[1], 1, (least[0] / most[1], most[0] / least[1]))
 
-    def beside(self, impls, parts=(HALVES,), head_dim: int = 64) -> Measured:
-        """The largest ratio of `FA2` to kernels of PyTorch, by length.
+    def beside(self, impls, parts=(HALVES,), head_dim: int = 64, lengths=None) -> Measured | None:
+        """The largest ratio of `FA2` to kernels of PyTorch, by length; None without one of them.
 
         parts: the halves that are timed together, as ("forward",) or both.
         """
+        if not set(impls) <= set(self.cases.impl) or not set(lengths or ()) <= set(self.lengths):
+            return None
         found = {}
-        for t in self.lengths:
+        for t in lengths or self.lengths:
             shape = dict(seqlen=t, head_dim=head_dim)
             found[t] = largest({
                 (impl, part): self.ratio(shape, shape | {"impl": impl}, part)
@@ -148,14 +154,14 @@ class Costs:
                 shape = dict(seqlen=t, head_dim=head_dim)
                 least = benchmark.floors(self.case(**shape), self.record["ceilings"])
                 row = {name: least[f"{half}_{name}"] for name in ("operations", "bytes")}
-                took = {k: self.case(**shape, **c)[f"{half}_ms"] for k, c in KERNELS.items()}
+                took = {k: self.case(**shape, **c)[f"{half}_ms"] for k, c in self.kernels.items()}
                 rows.append({"half": half, "T": t, **row, "floor": max(row.values()), **took})
         return pd.DataFrame(rows)
 
     def over_floor(self, head_dim: int = 64) -> pd.DataFrame:
         """Time of forward and backward over the sum of their floors: T x kernels."""
         both = self.times(head_dim).groupby("T").sum(numeric_only=True)
-        return both[list(KERNELS)].div(both.floor, axis=0)
+        return both[list(self.kernels)].div(both.floor, axis=0)
 
     def busy(self, lengths) -> pd.DataFrame:
         """Products needed and products done at their full rate, beside the time of `FA2`; `share`

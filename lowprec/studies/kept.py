@@ -88,14 +88,16 @@ def table(measure, columns: dict, folder, tokens, sequences: int, device="cpu", 
     return pd.concat(rows)[list(columns)].astype(columns).reset_index(drop=True)
 
 
-def tabulate(argv, doc: str, compare: Callable, sequences: int, path: str) -> None:
+def tabulate(
+    argv, doc: str, compare: Callable, sequences: int, path: str, study: str | None = None
+) -> None:
     """The command of a study of kept weights: what `compare` finds in a folder, written into it.
 
     compare: from (folder, tokens, sequences, device) to a table with a column arm. sequences: how
-    many by default. path: the file's name in the folder.
+    many by default. path: the file's name in the folder. study: its module, if not named alike.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m lowprec.studies.{Path(path).stem}", description=doc
+        prog=f"python -m lowprec.studies.{study or Path(path).stem}", description=doc
     )
     parser.add_argument("folder", type=Path, help="a campaign's folder")
     parser.add_argument("--data", default="shards/pysource", help="the runs' token shards")

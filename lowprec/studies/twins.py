@@ -38,6 +38,15 @@ def ratio(arm, base, measure) -> pd.Series:
     return runs.mine / runs.base
 
 
+def later(arm, base) -> dict[int, int] | None:
+    """By how many steps each run of an arm that explodes does so after the base's with its seed, by
+    seed, where both do. None while there is no such run and others are to come."""
+    mine, other = ({s: some.onsets[s] for s, yes in some.outcomes().items() if yes}
+                   for some in (arm, base))  # fmt: skip
+    steps = {seed: mine[seed] - other[seed] for seed in sorted(mine.keys() & other.keys())}
+    return steps if steps or arm.complete else None
+
+
 def loss_gap(arm, base, step: int) -> pd.Series:
     """By how much the loss of each run is above that of the base's run with its seed, by seed: at a
     step or, if one of the two explodes or ends by then, at the last before.  nats"""
