@@ -65,8 +65,9 @@ HARDWARE = {
             "dq dense": (64, 32, 8, 2, None), "dkdv": (32, 128, 8, 2, None),
         },
         128: {
-            "forward": (64, 64, 8, 2, None), "dq": (64, 32, 8, 2, None),
-            "dkdv": (64, 64, 8, 2, None), "dkdv shared": (64, 64, 8, 1, None),
+            "forward": (64, 64, 8, 2, None), "forward dense": (32, 64, 8, 2, None),
+            "dq": (64, 32, 8, 2, None), "dkdv": (64, 64, 8, 2, None),
+            "dkdv shared": (64, 64, 8, 1, None),
         },
         256: {
             "forward": (64, 64, 8, 1, None), "forward dense": (64, 32, 8, 2, None),
