@@ -59,15 +59,26 @@ HARDWARE = {
         },
     },
     "other": {
+        64: {
+            "forward": (128, 64, 8, 2, None), "forward tiled": (128, 32, 8, 2, None),
+            "forward dense": (128, 32, 8, 2, None), "dq": (128, 32, 8, 2, None),
+            "dq dense": (64, 32, 8, 2, None), "dkdv": (32, 128, 8, 2, None),
+        },
+        128: {
+            "forward": (64, 64, 8, 2, None), "forward dense": (32, 64, 8, 2, None),
+            "dq": (64, 32, 8, 2, None), "dkdv": (64, 64, 8, 2, None),
+            "dkdv shared": (64, 64, 8, 1, None),
+        },
         256: {
-            "forward": (64, 32, 8, 1, None), "dq": (32, 32, 8, 1, None),
-            "dkdv": (32, 32, 8, 1, None),
+            "forward": (64, 64, 8, 1, None), "forward dense": (64, 32, 8, 2, None),
+            "dq": (32, 64, 8, 1, None), "dkdv": (32, 32, 8, 2, None),
         },
     },
 }  # fmt: skip
-"""Chosen from the sweep that data/benchmarks/ records. Other architectures use sm_90's but for
-what stands under "other", which fits into the 99 KiB of shared memory that some of them have. There
-the kernels were compiled and not timed."""
+"""sm_90's are chosen from the sweep that data/benchmarks/ records. All other architectures take
+"other": compiled, not timed, for sm_80, 86, 89, 100 and 120. Each fits into the 99 KiB of shared
+memory that some of them have, and spills no register with FA2, SAFE, LOW or ALL_FP32 on bfloat16
+inputs."""
 
 
 def check_supported(policy: PrecisionPolicy, tile: int | None = None) -> None:
@@ -146,7 +157,7 @@ def blocks(kernel: str, d: int, lengths, tile: int, dtype, kind: str = "") -> tu
         bm, bn, warps, stages, registers = next(table[name] for name in names if name in table)
         if dtype != torch.bfloat16:  # operands in several pieces need more of everything
             stages, registers = 1, None
-        if dtype == torch.float32 and d > (128 if hopper() else 64):  # three pieces must fit
+        if dtype == torch.float32 and (d > 128 or not hopper()):  # three pieces must fit
             most = 32 if hopper() or d <= 128 else 16
             bm, bn = min(bm, most), min(bn, most)
         # Each product and each sum rounds on its own, as in the emulation.
