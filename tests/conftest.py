@@ -17,7 +17,7 @@ RUNS = DATA / "runs"
 UNDER_WAY = (
     "positions", "ladder", "rotary", "entries", "positions_large", "otherwise",
     "positions_specimens", "refined", "spectral", "rotation", "eight", "galore",
-    "llama20k", "pow2", "sharp", "eight_attention", "otherwise_again",
+    "llama20k", "pow2", "rotation_sites", "sharp", "eight_attention", "otherwise_again",
 )  # fmt: skip
 APART = ("windows", "pairs", *UNDER_WAY)
 
