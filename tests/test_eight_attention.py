@@ -42,3 +42,9 @@ def test_of_weights_below_half_the_smallest_number_nothing_is_left():
         least = Format.parse(eight_attention.FORMATS[fmt]).min_subnormal / 2 * 2.0**-scale
         share = ((p <= least) & (p > 0)).sum() / (p > 0).sum()
         assert table.zero[fmt, scale] == pytest.approx(share.item(), abs=1e-6)
+
+
+def test_where_weights_are_exact_a_second_output_is_rounded_as_the_first():
+    q, k, v, do = family("normal", (1, 1, 64, 32))
+    alike, eight = eight_attention.seen(head(0 * q, k, v, do))
+    assert alike == pytest.approx(1, abs=1e-6) and abs(eight) < 0.2

@@ -46,7 +46,7 @@ OTHER_OUTPUT = (
 OTHERWISE = {
     "refuted": """
         addition-remark-1 bias-held common-untrained curvature-arms curvature-tails delta-dp
-        delta-other-sites drift-elsewhere explosion-bias-larger-when-failing
+        delta-other-sites drift-elsewhere eightbit-prime explosion-bias-larger-when-failing
         explosion-calibration-lowest explosion-fa2-safe explosion-low-early explosion-low-every-seed
         explosion-sigma-doubles gradient-head heads-sum-alone larger-layer larger-specimen-sign
         layer-head-alone layer-head-others layer-second-of-twelve peers-gradient rivals-alike-head

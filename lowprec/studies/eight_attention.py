@@ -17,6 +17,7 @@ import itertools
 import math
 
 import pandas as pd
+import torch
 
 from lowprec import entry
 from lowprec.attention.reference import emulate, oracle
@@ -113,6 +114,19 @@ def replayed(name: str, capture, draws: int, some=slice(None)) -> pd.DataFrame:
         ))  # fmt: skip
     about = pd.DataFrame(dict(capture=name, failing="healthy" not in name), index=table.index)
     return pd.concat([about, table, pd.DataFrame(found, index=table.index)], axis=1)
+
+
+def seen(capture) -> tuple[float, float]:
+    """How the rounding of a head's O' to BF16 goes with that of O, which dO is taken after: the
+    correlation of the two errors with P and O in BF16, and with both in E4M3."""
+    q, k, v = (capture.tensors[x] for x in ("q", "k", "v"))
+    eight = "".join(site(field, "e4m3fn", 1.0) for field in ("p", "o"))
+    outputs = [
+        emulate(q, k, v, PrecisionPolicy.parse(text), capture.tile, scale=capture.scale)
+        for text in ("FA2+p=fp32", "FA2", f"FA2{eight}")
+    ]
+    errors = torch.stack([(t.o - t.o_fp32).flatten() for t in outputs])
+    return tuple(torch.corrcoef(errors)[0, 1:].tolist())
 
 
 SCALES = {"E4M3": (0, 4, 8), "E5M2": (0, 8, 15), "E2M1": (0, 1, 2)}
