@@ -265,8 +265,9 @@ def told(tables: dict) -> dict:
     clean = grew["clean"]
     found = dict(
         layer=int(clean.layer.mean()), elsewhere=int((clean.token > 0).sum()),
-        at_first=span(clean.times[clean.token == 0], "{:.1f}"), higher=int((high.clean > high.free).sum()),
-        young=span(young.aligned), tail=span(end.aligned), ratio=end.aligned.clean / end.aligned.free,
+        at_first=span(clean.times[clean.token == 0], "{:.1f}"),
+        higher=int((high.clean > high.free).sum()), young=span(young.aligned),
+        tail=span(end.aligned), ratio=end.aligned.clean / end.aligned.free,
         int8=span(end.int8, "{:.3f}"), int8_young=span(young.int8, "{:.3f}"),
         e4m3=f"{added(tables, 'current').max():.3f}",
     )  # fmt: skip
