@@ -255,7 +255,7 @@ def loudest(tables: dict, arm: str, step: int = END) -> pd.DataFrame:
     return rows.loc[rows.groupby("window").times.idxmax()].set_index("window")
 
 
-def told(tables: dict) -> dict:
+def told_of_pairs(tables: dict) -> dict:
     """What the page on loud channels says of the last step's, as facts, by window and by arm."""
     pairs, course = tables["pairs"], courses(tables).set_index(["step", "arm"])
     end, young = course.loc[END], course.loc[YOUNG]
@@ -276,6 +276,23 @@ def told(tables: dict) -> dict:
         found |= {f"{c}_{arm}": float(rows[c].abs().mean())
                   for c in ("cos", "most", "met", "loudest", "quiet")}  # fmt: skip
     return found
+
+
+def told_of_turns(tables: dict) -> dict:
+    """What the page on rotary positions says, likewise: of clean where no arm is named."""
+    clean = tables["heads"].query("arm == 'clean'").groupby("step")[["qk", "q", "k"]].mean()
+    paid = tables["heads"].groupby(["arm", "step", "layer", "head"]).sink.mean()
+    window = int(loudest(tables, "clean").query("token == 0").index[0])
+    there = tables["heads"].query(f"arm == 'clean' and step == @END and window == {window}")
+    later = pd.DataFrame({s: added(tables, "counting", s, "later") for s in (YOUNG, END)})
+    fell = later.loc[later[END] < later[YOUNG]]
+    return dict(
+        change=clean.qk[END] / clean.qk[0], change_early=clean.qk[EARLY] / clean.qk[0],
+        longer=(clean.q + clean.k)[END] / (clean.q + clean.k)[0], counting=span(later[END]),
+        sink=paid["clean", END].max(), sink_early=paid["clean", EARLY].max(),
+        sink_free=paid["free", END].max(), sink_loud=there.sink.max(),
+        more=len(later) - len(fell), fell=f"{fell[END].mean():.2f} after {fell[YOUNG].mean():.2f}",
+    )  # fmt: skip
 
 
 FORMS = dict(aligned="{:.2f}", loud="{:.1f}", sinks="{:.2f}") | dict.fromkeys(
