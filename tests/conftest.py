@@ -16,8 +16,8 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 RUNS = DATA / "runs"
 UNDER_WAY = (
     "positions", "ladder", "rotary", "entries", "positions_large", "otherwise",
-    "positions_specimens", "refined", "spectral", "rotation", "eight", "galore",
-    "llama20k", "pow2", "rotation_sites", "sharp", "eight_attention", "otherwise_again",
+    "positions_specimens", "refined", "spectral", "eight", "galore", "pow2", "rotation_sites",
+    "sharp", "eight_attention", "otherwise_again",
 )  # fmt: skip
 APART = ("windows", "pairs", *UNDER_WAY)
 

@@ -116,4 +116,10 @@ def test_what_pages_ask():
     assert turns["sinks"].to_dict() == {"0, 0": True} and not turns["early"].any()
     shown = own_llama.courses(found).set_index(["arm", "step"]).loc[("clean", 20000)]
     assert (shown.loud, shown.sinks, shown.counting) == (60, 1, 0.5)
-    assert set(own_llama.of_pairs({}).values()) == {None} == set(own_llama.of_turns({}).values())
+
+
+@pytest.mark.parametrize("arm", ["clean", "free"])
+def test_the_channel_that_grew_has_the_longest_and_most_aligned_pair_of_its_layer(arm):
+    end = own_llama.loudest(own_llama.read(files.data_root() / "runs" / "llama20k"), arm)
+    assert (len(end), end.layer.unique().tolist()) == (4, [3])
+    assert (end.larger == 0).all() and np.allclose(end.cos.abs(), end.highest)

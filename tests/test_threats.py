@@ -49,7 +49,8 @@ OTHERWISE = {
         delta-other-sites drift-elsewhere eightbit-prime explosion-bias-larger-when-failing
         explosion-calibration-lowest explosion-fa2-safe explosion-low-early explosion-low-every-seed
         explosion-sigma-doubles gradient-head heads-sum-alone larger-layer larger-specimen-sign
-        layer-head-alone layer-head-others layer-second-of-twelve peers-gradient rivals-alike-head
+        layer-head-alone layer-head-others layer-second-of-twelve loud-own-decay peers-gradient
+        rivals-alike-head
         rivals-crossed-size rivals-fp16-scores rivals-held-share rivals-outside-low
         rivals-posit-bias rivals-posit-ties rivals-train-folk rivals-train-fp16 rivals-train-warmup
         rounding-ties-and-bias rounding-ties-before-take-off rounding-top-key-tied
@@ -199,7 +200,7 @@ def test_what_keeps_statements_of_the_paper_untested(recorded):
     most = max(len(run.metrics) for run in every if "beta=" in str(run.policy))
     assert most == 7_000 and "7,000 steps" in said["stabilised-longer"]["untested"]
     long = {run.info["arm"] for run in every if len(run.metrics) > 8_000}
-    assert long == {"lr_quarter"}, "mend the reviewers' table of shelf.md"
+    assert long == {"lr_quarter", "clean", "free"}, "mend the reviewers' table of shelf.md"
     widest = {tuple(run.info["config"][k] for k in ("n_layer", "n_embd")) for run in every}
     assert max(widest) == (12, 768), "that is GPT-2 of 124 million weights"
 

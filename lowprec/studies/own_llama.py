@@ -25,6 +25,7 @@ from safetensors.torch import save as to_bytes
 
 from lowprec import UserError, entry
 from lowprec.evidence.claims import Measured
+from lowprec.evidence.words import span
 from lowprec.records import files
 from lowprec.records.tables import write_table
 from lowprec.studies import gated, loud, loud_real, rotated
@@ -192,29 +193,22 @@ LOUD, MASSIVE = 50, 20
 
 
 def read(folder) -> dict[str, pd.DataFrame]:
-    """The tables of a campaign's folder by name, {} where there are none yet."""
-    paths = {n: Path(folder) / f"{n}.parquet" for n in ("pairs", "heads", "costs")}
-    there = all(path.is_file() for path in paths.values())
-    return {n: pd.read_parquet(path) for n, path in paths.items()} if there else {}
+    """The tables of a campaign's folder by name."""
+    return {n: pd.read_parquet(Path(folder) / f"{n}.parquet") for n in ("pairs", "heads", "costs")}
 
 
 def of_pairs(tables: dict) -> dict:
-    """What the page on loud channels asks, by the end of its claims' names; None without tables."""
-    names = ("aligned", "late", "decay", "end", "grows", "early", "stream", "e4m3", "int8", "token")
-    if not tables:
-        return dict.fromkeys(names)
+    """What the page on loud channels asks, by the end of its claims' names."""
     pairs = tables["pairs"].set_index(["arm", "step"]).sort_index()
-    arms = {arm for arm, _ in pairs.index}
     tail = pairs[pairs.window == 0].groupby(["arm", "step"])["tail"].median()
     last = pairs.loc[("clean", END)]
     loud_, size = _first(pairs, "token", "loudest", "quiet", LOUD), last.layer.nunique()
     massive = _first(pairs, "stream_token", "stream", "stream_median", MASSIVE)
     by_layer = last[last.window == 0].set_index("layer")
-    ratio = Measured(tail["clean", END] / tail["free", END], size) if "free" in arms else None
     return dict(
         aligned=by_layer["tail"], late=Measured(tail["clean", END] / tail["clean", MIDDLE], size),
-        decay=ratio, end=by_layer.highest, grows=loud_(END), early=loud_(EARLY),
-        stream=massive(END), e4m3=added(tables, "current"),
+        decay=Measured(tail["clean", END] / tail["free", END], size), end=by_layer.highest,
+        grows=loud_(END), early=loud_(EARLY), stream=massive(END), e4m3=added(tables, "current"),
         int8=added(tables, "int8", END), token=added(tables, "int8-token", END),
     )  # fmt: skip
 
@@ -233,9 +227,6 @@ def _first(pairs, token: str, largest: str, usual: str, times: float):
 
 def of_turns(tables: dict) -> dict:
     """What the page on rotary positions asks, likewise."""
-    names = ("code", "counting", "more", "change", "sinks", "early")
-    if not tables:
-        return dict.fromkeys(names)
     heads = tables["heads"].query("arm == 'clean'").set_index("step")
     change = heads.qk.groupby("step").mean()
     sink = heads.groupby(["step", "layer", "head"]).sink.mean() > rotated.SINK
@@ -255,6 +246,53 @@ def added(tables: dict, way: str, step: int | None = None, column: str = "loss")
     wide = costs.pivot(index=["step", "window"], columns="way", values=column)
     gap = wide[way] - wide.fp32
     return gap.set_axis([f"{s}, {w}" for s, w in gap.index]) if step is None else gap[step]
+
+
+def loudest(tables: dict, arm: str, step: int = END) -> pd.DataFrame:
+    """Of each window the row of `pairs` whose loudest channel is most `times` the median one."""
+    rows = tables["pairs"].query("arm == @arm and step == @step")
+    rows = rows.assign(times=rows.loudest / rows.quiet)
+    return rows.loc[rows.groupby("window").times.idxmax()].set_index("window")
+
+
+def told_of_pairs(tables: dict) -> dict:
+    """What the page on loud channels says of the last step's, as facts, by window and by arm."""
+    pairs, course = tables["pairs"], courses(tables).set_index(["step", "arm"])
+    end, young = course.loc[END], course.loc[YOUNG]
+    last = pairs[(pairs.step == END) & (pairs.window == 0)]
+    high = last.pivot(index="layer", columns="arm", values="highest")
+    grew = {arm: loudest(tables, arm) for arm in ("clean", "free")}
+    clean = grew["clean"]
+    found = dict(
+        layer=int(clean.layer.mean()), elsewhere=int((clean.token > 0).sum()),
+        at_first=span(clean.times[clean.token == 0], "{:.1f}"),
+        higher=int((high.clean > high.free).sum()), young=span(young.aligned),
+        tail=span(end.aligned), ratio=end.aligned.clean / end.aligned.free,
+        int8=span(end.int8, "{:.3f}"), int8_young=span(young.int8, "{:.3f}"),
+        e4m3=f"{added(tables, 'current').max():.3f}",
+    )  # fmt: skip
+    for arm, rows in grew.items():
+        found |= {arm: span(rows.times, "{:.0f}"), f"highest_{arm}": float(high[arm].max())}
+        found |= {f"{c}_{arm}": float(rows[c].abs().mean())
+                  for c in ("cos", "most", "met", "loudest", "quiet")}  # fmt: skip
+    return found
+
+
+def told_of_turns(tables: dict) -> dict:
+    """What the page on rotary positions says, likewise: of clean where no arm is named."""
+    clean = tables["heads"].query("arm == 'clean'").groupby("step")[["qk", "q", "k"]].mean()
+    paid = tables["heads"].groupby(["arm", "step", "layer", "head"]).sink.mean()
+    window = int(loudest(tables, "clean").query("token == 0").index[0])
+    there = tables["heads"].query(f"arm == 'clean' and step == @END and window == {window}")
+    later = pd.DataFrame({s: added(tables, "counting", s, "later") for s in (YOUNG, END)})
+    fell = later.loc[later[END] < later[YOUNG]]
+    return dict(
+        change=clean.qk[END] / clean.qk[0], change_early=clean.qk[EARLY] / clean.qk[0],
+        longer=(clean.q + clean.k)[END] / (clean.q + clean.k)[0], counting=span(later[END]),
+        sink=paid["clean", END].max(), sink_early=paid["clean", EARLY].max(),
+        sink_free=paid["free", END].max(), sink_loud=there.sink.max(),
+        more=len(later) - len(fell), fell=f"{fell[END].mean():.2f} after {fell[YOUNG].mean():.2f}",
+    )  # fmt: skip
 
 
 FORMS = dict(aligned="{:.2f}", loud="{:.1f}", sinks="{:.2f}") | dict.fromkeys(
