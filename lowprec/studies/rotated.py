@@ -359,11 +359,15 @@ def follows(q, k, base: float, how: Rotation = ARMS["code"], token: int = PLANTE
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
-def ends(arm) -> pd.Series:
-    """The mean loss of the last 200 steps of an arm's runs, by seed."""
-    return pd.Series(
-        {s: run.metrics.loss.tail(200).mean() for s, run in arm.by_seed.items()}, dtype=float
-    )
+def apart(arms: dict) -> dict[str, pd.Series]:
+    """By arm and seed the mean loss of a run's last 200 steps, less that of "text"."""
+    end = {
+        name: pd.Series(
+            {s: run.metrics.loss.tail(200).mean() for s, run in arm.by_seed.items()}, dtype=float
+        )
+        for name, arm in arms.items()
+    }
+    return {name: (each - end["text"]).dropna() for name, each in end.items()}
 
 
 main = functools.partial(dated.command, "rotated", __doc__, measure, shift=SHIFT)
