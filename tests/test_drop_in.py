@@ -302,20 +302,28 @@ def test_the_page_runs(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "monitor.jsonl").read_text().count("\n") == 4
 
 
-def test_without_a_gradient_a_mask_meets_keys_of_every_head(monkeypatch):
-    """PyTorch's fused kernels take shared keys or a mask; transformers repeats them as well."""
+@pytest.mark.parametrize("mask_heads", [1, 4])
+@pytest.mark.parametrize("kind", ["booleans", "bias"])
+@pytest.mark.parametrize("n, heads", [(5, 4), (1, 2)])
+def test_without_a_gradient_a_mask_meets_keys_that_heads_share(
+    n, heads, kind, mask_heads, monkeypatch
+):
+    """PyTorch's fused kernels take shared keys or a mask: keys are repeated, as transformers does,
+    or where each head has one query, the heads of a key become its queries."""
     plain, seen = torch.nn.functional.scaled_dot_product_attention, []
 
     def stock(q, k, v, **how):
-        seen.append((k.shape[1], v.shape[1], how["enable_gqa"]))
+        seen.append((q.shape[1], k.shape[1], v.shape[1], how["enable_gqa"]))
         return plain(q, k, v, **how)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", stock)
-    q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
-    mask = torch.rand(2, 1, 5, 9) < 0.7
+    q, k, v = torch.randn(2, 4, n, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    mask = torch.rand(2, mask_heads, n, 9) < 0.7
     mask[..., 0] = True
+    if kind == "bias":
+        mask = torch.where(mask, torch.randn(2, mask_heads, n, 9), -torch.inf)
     with torch.no_grad():
         masked = sdpa(q, k, v, mask, enable_gqa=True, policy="ALL_FP32")
         sdpa(q, k, v, enable_gqa=True, policy="ALL_FP32")
-    assert seen == [(4, 4, False), (2, 2, True)]
+    assert seen == [(heads, heads, heads, False), (4, 2, 2, True)]
     torch.testing.assert_close(masked, plain(q, k, v, mask, enable_gqa=True))
