@@ -255,14 +255,6 @@ PRESETS = [
 ]  # fmt: skip
 NATIVE = [
     pytest.param("FA2", None, 64, dict(probe=False), id="FA2-64-without-probe"),
-    pytest.param(
-        "SAFE",
-        None,
-        64,
-        dict(probe=False, heads=1),
-        id="SAFE-64-shared-keys",
-        marks=pytest.mark.slow,
-    ),
     *(
         pytest.param(policy, tile, d, {}, id=f"{policy}-{d}", marks=pytest.mark.slow)
         for policy, tile in PRESETS
@@ -272,6 +264,7 @@ NATIVE = [
     *(
         pytest.param(policy, tile, 64, how, id=f"{policy}-{tile}-{how}", marks=pytest.mark.slow)
         for policy, tile, how in [
+            ("SAFE", None, dict(probe=False, heads=1)),
             ("ALL_FP32", None, dict(n=200, dtype="float32")),
             ("ALL_FP32+row_sum=removed", None, dict(n=200, dtype="float32")),
             ("ALL_FP32+row_sum=refined", None, dict(n=200, dtype="float32")),

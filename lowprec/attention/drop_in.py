@@ -139,14 +139,12 @@ def _pytorch(query, key, value, scale, attn_mask=None, is_causal=False):
     """PyTorch's function, whose fused kernels do not all share keys where there is a mask: there
     the heads that share a key are its queries, if each has one, and else the keys are repeated."""
     b, h, n, _ = query.shape
-    theirs = key.shape[1]
-    if attn_mask is None or h == theirs == value.shape[1]:
-        pass
-    elif n == 1 and theirs == value.shape[1]:
+    theirs, alike = key.shape[1], key.shape[1] == value.shape[1]
+    if attn_mask is not None and alike and h != theirs and n == 1:
         query = query.reshape(b, theirs, h // theirs, -1)
         if attn_mask.dim() == 4 and attn_mask.shape[1] > 1:
             attn_mask = attn_mask.reshape(len(attn_mask), theirs, h // theirs, -1)
-    else:
+    elif attn_mask is not None:
         key, value = (for_queries(t, h) for t in (key, value))
     o = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale,
