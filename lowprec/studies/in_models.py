@@ -53,7 +53,8 @@ def build(name: str, attention: str, device: str = "cuda", **sizes):
     kind = kind if kind == "Llama" else f"{kind}Text"
     config = getattr(transformers, f"{kind}Config")(**SIZES | shape | sizes)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).to(device)
+    with torch.device(device):
+        model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
     if attention == "lowprec":
         huggingface.register(attention, SAFE)
     model.set_attn_implementation(attention)
@@ -175,12 +176,12 @@ def record() -> dict:
     benchmark.need_gpu()
     out = dict(date=datetime.date.today().isoformat(), **provenance.provenance("cuda"))
     out |= dict(policy=str(SAFE), batch=BATCH, seqlen=SEQLEN, sizes=SIZES)
+    out["generation"] = [row for name in MODELS for row in generated(name)]
     out["training"] = [
         trained(name, attention, padded)
         for name, padded in (("Llama", False), ("Gemma", False), ("Llama", True))
         for attention in ATTENTIONS
     ]
-    out["generation"] = [row for name in MODELS for row in generated(name)]
     out["monitor"] = monitored("Llama")
     return out
 
