@@ -154,9 +154,8 @@ def test_a_run_that_cannot_be_read_failed_and_the_others_are_told(tmp_path):
     assert how.startswith("failed (low-seed0/run.json is damaged; restore it from a copy, or move")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_stops_the_runs(file, number):
     file.write_text(ONE_RUN.replace("STEPS", "1000000"))
     parent = command(file, start_new_session=True)
