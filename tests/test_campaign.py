@@ -81,6 +81,7 @@ def check_summary(out, result, again):
     assert list(table.seed) == [0, 1] and (table.steps == 4).all()
 
 
+@pytest.mark.slow
 def test_on_this_machine(file, capfd):
     out = file.parent / "runs"
     result = run_campaign(file, gpus=2, out=out)

@@ -407,7 +407,8 @@ for n in count():
 """
 
 
-@pytest.mark.parametrize("merge", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", [True, False])
 def test_killed_at_any_moment_it_reads_and_packing_again_ends_the_work(small, tmp_path, merge):
     """SIGKILL before each change of the disk: of the first packing, and of one that adds a run."""
     if merge:
