@@ -82,13 +82,12 @@ def browser():
 
 @pytest.fixture(scope="module")
 def window(browser):
-    """Gives the tab of a size and a theme, kept from page to page: a new one takes longer to open
-    than a page, and caches nothing yet."""
+    """Gives the tab of a theme, kept from page to page: a new one takes longer to open than a page,
+    and caches nothing yet."""
 
     @cache
-    def window(viewport, theme):
-        size = dict(phone=PHONE, desk=DESK)[viewport]
-        context = browser.new_context(viewport=size, color_scheme=theme, accept_downloads=True)
+    def window(theme):
+        context = browser.new_context(viewport=DESK, color_scheme=theme, accept_downloads=True)
         context.add_init_script(
             f"localStorage.setItem('mode', '{theme}'); localStorage.setItem('theme', '{theme}')"
         )
@@ -104,7 +103,7 @@ def tab(base, window, request):
     Of the module, so that tests that look at one page in the same way follow each other and load
     it once.
     """
-    page, viewport, theme = request.param
+    page, theme = request.param
     wrong = []
 
     def asks(request):
@@ -116,7 +115,7 @@ def tab(base, window, request):
         "console": lambda m: m.type == "error" and wrong.append(f"{page}: {m.text}"),
         "pageerror": lambda error: wrong.append(f"{page}: {error}"),
     }
-    tab = window(viewport, theme)
+    tab = window(theme)
     for event, listener in listeners.items():
         tab.on(event, listener)
     tab.goto(base + page, wait_until="load")
@@ -129,12 +128,18 @@ def tab(base, window, request):
     assert not wrong, "\n".join(wrong)
 
 
-def look_at(pages, viewport="desk", theme="light"):
+def look_at(pages, theme="light"):
     """Runs a test once a page, with the page open in `tab`."""
-    return pytest.mark.parametrize(
-        "tab", [pytest.param((p, viewport, theme), id=f"{p}-{viewport}-{theme}") for p in pages],
-        indirect=True,
-    )  # fmt: skip
+    params = [pytest.param((p, theme), id=f"{p}-{theme}") for p in pages]
+    return pytest.mark.parametrize("tab", params, indirect=True)
+
+
+@pytest.fixture
+def phone(tab):
+    """The page as wide as a phone; to load it anew would take longer."""
+    tab.set_viewport_size(PHONE)
+    yield tab
+    tab.set_viewport_size(DESK)
 
 
 def unfold(tab):
@@ -163,10 +168,10 @@ def test_page_loads_with_the_network_closed(tab):
     assert width_beyond(tab) <= 0
 
 
-@look_at(CONTENT, "phone")
-def test_page_fits_a_phone(tab):
-    assert width_beyond(tab) <= 0
-    for frame in tab.locator(".lowprec-scroll:visible").all():
+@look_at(CONTENT)
+def test_page_fits_a_phone(phone):
+    assert width_beyond(phone) <= 0
+    for frame in phone.locator(".lowprec-scroll:visible").all():
         image, drawn, outer = frame.evaluate(
             "e => { const svg = e.querySelector('svg'); return "
             "[svg.getBoundingClientRect().width, svg.viewBox.baseVal.width, e.clientWidth]; }"
@@ -175,10 +180,10 @@ def test_page_fits_a_phone(tab):
         assert outer <= PHONE["width"]
 
 
-@look_at(CONTENT, "phone")
-def test_what_is_wider_than_a_phone_scrolls_and_fades_until_its_end_is_seen(tab):
+@look_at(CONTENT)
+def test_what_is_wider_than_a_phone_scrolls_and_fades_until_its_end_is_seen(phone):
     """(pixels beyond its frame, pixels that fade at first, at the end) of tables and equations."""
-    wide = tab.locator(".bd-article :is(table, mjx-container[display=true])").evaluate_all(
+    wide = phone.locator(".bd-article :is(table, mjx-container[display=true])").evaluate_all(
         """async all => {
             const drawn = () => new Promise(go => requestAnimationFrame(
                 () => requestAnimationFrame(go)));
@@ -199,7 +204,7 @@ def test_what_is_wider_than_a_phone_scrolls_and_fades_until_its_end_is_seen(tab)
     )
     for beyond, first, last in wide:
         assert beyond > 0 and first == pytest.approx(min(beyond, 48), abs=1.5) and last <= 1
-    few = "notation" in tab.url and len(wide) < 3
+    few = "notation" in phone.url and len(wide) < 3
     assert not few, "a table and several equations of that page are wider than a phone"
 
 
@@ -312,7 +317,7 @@ HOME = f"executed/{claims.load()[CLAIM].page}.html"
 
 
 def test_the_address_of_a_claim_leads_to_it_also_from_where_it_was(base, window):
-    tab = window("desk", "light")
+    tab = window("light")
     for asked in (f"claim/{CLAIM}.html", f"intro.html#claim-{CLAIM}"):
         tab.goto(base + asked)
         tab.wait_for_url(f"{base}{HOME}#claim-{CLAIM}")
@@ -320,7 +325,7 @@ def test_the_address_of_a_claim_leads_to_it_also_from_where_it_was(base, window)
 
 @pytest.mark.parametrize("page", OLD)
 def test_an_old_address_leads_to_the_page(base, window, page):
-    tab = window("desk", "light")
+    tab = window("light")
     tab.goto(f"{base}{page}.html#claims", wait_until="commit")
     tab.wait_for_url(f"{base}{OLD[page]}.html#claims", wait_until="commit")
 
@@ -427,17 +432,17 @@ def test_the_slider_paints_the_recorded_numbers(tab):
         assert len(set(map(tuple, own))) == 3, "each step has colours of its own"
 
 
-@look_at([FILM], "phone")
-def test_the_slider_fits_a_phone_and_print_has_the_figure_at_rest(tab):
-    figure = tab.locator("#figure-film")
+@look_at([FILM])
+def test_the_slider_fits_a_phone_and_print_has_the_figure_at_rest(phone):
+    figure = phone.locator("#figure-film")
     film, still = figure.locator(".lowprec-film"), figure.locator(".lowprec-scroll")
     assert film.is_visible() and not still.is_visible()
     for svg in film.locator("svg").all():
         box = svg.bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
-    tab.emulate_media(media="print")
+    phone.emulate_media(media="print")
     assert still.is_visible() and not film.is_visible()
-    tab.emulate_media(media="screen")
+    phone.emulate_media(media="screen")
 
 
 def test_without_a_script_the_figure_is_at_rest(base, browser):

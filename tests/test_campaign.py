@@ -81,6 +81,7 @@ def check_summary(out, result, again):
     assert list(table.seed) == [0, 1] and (table.steps == 4).all()
 
 
+@pytest.mark.slow
 def test_on_this_machine(file, capfd):
     out = file.parent / "runs"
     result = run_campaign(file, gpus=2, out=out)
@@ -154,9 +155,8 @@ def test_a_run_that_cannot_be_read_failed_and_the_others_are_told(tmp_path):
     assert how.startswith("failed (low-seed0/run.json is damaged; restore it from a copy, or move")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_stops_the_runs(file, number):
     file.write_text(ONE_RUN.replace("STEPS", "1000000"))
     parent = command(file, start_new_session=True)

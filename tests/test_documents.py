@@ -292,8 +292,9 @@ KERNEL = {"name": "python3", "display_name": "Python 3"}
 
 @pytest.mark.parametrize("address", ["", "https://github.com/someone/lowprec"])
 def test_a_page_opens_its_notebook_where_the_repository_is_public(tmp_path, address):
-    """A book of the real settings, whose pages have a title each."""
-    book_folder, names = tmp_path / "book", sorted(registry.pages(ROOT / "notebooks"))
+    """A book of the real settings and four pages, two of a folder, that have a title each."""
+    book_folder, every = tmp_path / "book", sorted(registry.pages(ROOT / "notebooks"))
+    names = every[:2] + [name for name in every if "/" in name][:2]
     config = yaml.safe_load((ROOT / "book" / "_config.yml").read_text())
     config["sphinx"]["config"]["html_theme_options"]["repository_url"] = address
     config["sphinx"]["config"].update(html_extra_path=[], templates_path=[])

@@ -308,15 +308,12 @@ def compiled(policy, tile, d, cache, **how):
     return job, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy,tile,mask",
     [
-        ("SAFE", None, "window"),
-        *(pytest.param(policy, tile, mask, marks=pytest.mark.slow)
-          for policy, tile, mask in [
-              ("LOW", 64, "window"), ("SAFE", None, "dense"), ("SAFE", 128, "dense"),
-              ("SAFE", None, "bias"), ("RELEASED", 512, "bias"),
-          ]),
+        ("SAFE", None, "window"), ("LOW", 64, "window"), ("SAFE", None, "dense"),
+        ("SAFE", 128, "dense"), ("SAFE", None, "bias"), ("RELEASED", 512, "bias"),
     ],
 )  # fmt: skip
 def test_masks_compile_to_sm_90(policy, tile, mask, tmp_path):

@@ -1,6 +1,7 @@
 """What a page reads is recorded, whatever reads it, and make executes the pages it concerns."""
 
 import contextlib
+import json
 import lzma
 import os
 import re
@@ -34,6 +35,16 @@ def test_a_rule_names_what_is_gone_as_well():
     assert text == (
         "book/a.ipynb: \\\n  data/a\\ b \\\n  data/c\\#$$\n\ndata/a\\ b:\ndata/c\\#$$:\n"
     )
+
+
+def test_gpu_minutes_are_those_of_runs_on_their_own_or_packed(tmp_path):
+    gpu = dict(hardware="NVIDIA H200", seconds=90.0)
+    lines = [gpu, gpu | dict(processes=4), dict(hardware="a CPU", seconds=600.0)]
+    (tmp_path / "run.json").write_text(json.dumps(gpu))
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [tmp_path / name for name in ("run.json", "metrics.parquet", "runs.jsonl")]
+    assert reads.gpu_minutes(files) == 1.5 + 1.5 + 6
+    assert reads.gpu_minutes(files[1:2]) == 0
 
 
 def test_what_is_made_is_no_dependency(tmp_path):

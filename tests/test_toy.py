@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_book import PHONE, base, browser, contrasts, look_at, tab, width_beyond, window
+from test_book import PHONE, base, browser, contrasts, look_at, phone, tab, width_beyond, window
 
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import BF16, FP32, bit_fields, round_to, ulp
@@ -18,7 +18,7 @@ from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.publish import form, limits
 from lowprec.studies import additions
 
-__all__ = ["base", "browser", "tab", "window"]  # fixtures
+__all__ = ["base", "browser", "phone", "tab", "window"]  # fixtures
 pytestmark = pytest.mark.book
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -270,18 +270,18 @@ def test_the_static_examples_are_right(toy):
     assert found["delta"] == float(right) and found["rowSum"] == pytest.approx(-float(sums))
 
 
-@look_at([PAGE], "phone")
-def test_the_toys_fit_a_phone(tab):
-    tab.get_by_role("button", name="Draw").click()
-    assert width_beyond(tab) <= 0
-    beyond = tab.locator(".lowprec-toy").evaluate_all(
+@look_at([PAGE])
+def test_the_toys_fit_a_phone(phone):
+    phone.get_by_role("button", name="Draw").click()
+    assert width_beyond(phone) <= 0
+    beyond = phone.locator(".lowprec-toy").evaluate_all(
         """toys => toys.flatMap(toy => [...toy.querySelectorAll('*')].filter(e =>
             e.checkVisibility() && !e.closest('svg *')
             && e.getBoundingClientRect().right > toy.getBoundingClientRect().right - 1
         ).map(e => e.outerHTML))"""
     )
     assert beyond == []
-    heights = tab.locator(".lowprec-toy :is(input, select, button)").evaluate_all(
+    heights = phone.locator(".lowprec-toy :is(input, select, button)").evaluate_all(
         "all => all.filter(e => e.checkVisibility()).map(e => e.getBoundingClientRect().height)"
     )
     assert len(heights) == 2 * len(SLIDERS) + len(SELECTS) + 2 and min(heights) >= 32

@@ -172,7 +172,8 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
         read = reads.dependencies(Path(scratch) / "reads", root)
     folder = source.parent.name
     name = f"{folder}/{source.stem}" if folder in ("forks", LABORATORY) else source.stem
-    nb = as_page(nb, name, profile, time.time() - started, parameters)
+    minutes = reads.gpu_minutes(root / name for name in read)
+    nb = as_page(nb, name, profile, time.time() - started, parameters, minutes)
     text = nbformat.writes(nb) + "\n"
 
     def put(path: Path) -> None:
@@ -268,8 +269,12 @@ def _show_verdict(output) -> None:
         output.data["text/markdown"] = result.myst(target=result.registered)
 
 
-def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None = None):
+def as_page(
+    nb, name: str, profile: str, seconds: float, parameters: dict | None = None, minutes: float = 0
+):
     """What papermill returned, as a page: cleaned, with provenance and the rerun cell.
+
+    minutes: of a GPU that the campaigns it read took.
 
     A page with `parameters` of its own is no page of the book: its verdicts stay plain Markdown,
     and it offers nothing to download.
@@ -300,6 +305,7 @@ def as_page(nb, name: str, profile: str, seconds: float, parameters: dict | None
         "profile": profile,
         "date": datetime.date.today().isoformat(),
         "seconds": round(seconds, 1),
+        "gpu_minutes": round(minutes),
         "hardware": hardware(profile),
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -442,6 +448,8 @@ def _rerun(about: dict, parameters: dict, *more: str) -> str:
         badges.append(f"Computed on this page: {links(computed)}.")
     for machine, figures in recorded.items():
         badges.append(f"Drawn from runs recorded on {html.escape(machine)}: {links(figures)}.")
+    if about["gpu_minutes"]:
+        badges.append(f"GPU minutes behind the runs that it reads: {about['gpu_minutes']:,}.")
     items = "\n".join(f"<li>{badge}</li>" for badge in (*badges, *more))
     given = "".join(f" -p {key} {shlex.quote(str(value))}" for key, value in parameters.items())
     source = f"notebooks/{about['notebook']}.ipynb"

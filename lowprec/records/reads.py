@@ -13,6 +13,7 @@ contents of the book, which gives them their order.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from importlib.util import source_from_cache
@@ -121,6 +122,18 @@ def dependencies(log: Path, root: Path) -> list[str]:
             found.add(next(p for p in (path, *path.parents) if p.is_dir()))
     inside = (path.relative_to(root) for path in found if root in path.parents)
     return sorted(str(path) for path in inside if not _made(path))
+
+
+def gpu_minutes(files) -> float:
+    """What the recorded runs among some files took on GPUs: run.json, or runs.jsonl of many."""
+    texts = []
+    for path in files:
+        if path.name == "run.json":
+            texts.append(path.read_text())
+        elif path.name == "runs.jsonl":
+            texts += path.read_text().splitlines()
+    infos = [info for info in map(json.loads, texts) if "NVIDIA" in info["hardware"]]
+    return sum(info["seconds"] * info.get("processes", 1) for info in infos) / 60
 
 
 def _made(path: Path) -> bool:
