@@ -415,6 +415,7 @@ def test_the_reason_is_that_of_the_process_that_failed(file, tmp_path, log, why)
     assert campaign.outcome(campaign.load_campaign(file)[0], path) == said
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_run(file):
     """torchrun with gloo: the same global batches, so the same numbers up to the order of sums."""
     result = run_campaign(file, only=("low-seed0",), processes=2)

@@ -870,6 +870,7 @@ def test_claims_are_read_without_torch_and_on_any_system():
     )
 
 
+@pytest.mark.slow
 def test_what_pages_import_is_there_without_fcntl():
     imports = set()
     for path in (ROOT / "notebooks").rglob("[!_]*.ipynb"):

@@ -440,6 +440,7 @@ def ranked(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_file_of_both(tmp_path):
     torch.multiprocessing.spawn(ranked, (tmp_path,), nprocs=2)
     table, model = pd.read_json(tmp_path / "monitor.jsonl", lines=True), tiny()

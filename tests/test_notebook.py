@@ -291,6 +291,7 @@ def test_a_page_replaces_neither_its_source_nor_a_folder(tmp_path):
     assert source.read_bytes() == before and os.listdir(tmp_path) == [source.name]
 
 
+@pytest.mark.slow
 def test_papermill_itself_ends_with_the_sentence(tmp_path):
     source = write_notebook(tmp_path / "question.ipynb")
     profile = ROOT / "notebooks" / "profiles" / "recorded.yaml"

@@ -197,7 +197,11 @@ def stop_in_step_4(how, out, monkeypatch):
         train(how, out, resume=True)
 
 
-@parts
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(how, id=name, marks=() if name in ("mixed", "llama") else pytest.mark.slow)
+     for name, how in PARTS.items()],
+)  # fmt: skip
 def test_a_part_trains_resumes_bit_by_bit_and_is_read_again(part, tmp_path, monkeypatch):
     how = config(steps=6, checkpoint_every=2, capture_at=(5,), weights_at=(3,), **part)
     whole = train(how, tmp_path / "a")

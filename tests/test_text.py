@@ -201,6 +201,7 @@ def test_options_below_one_and_tokens_of_a_list_are_refused(option):
         data.build("smoke", tokens=5)
 
 
+@pytest.mark.slow
 @needs_datasets
 def test_an_interrupted_build_leaves_nothing_that_looks_finished(tmp_path):
     """Killed without warning, it leaves a hidden folder at most, and the build can start again."""

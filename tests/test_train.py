@@ -451,8 +451,8 @@ def _forever(folder):
     train(small(steps=10**6, checkpoint_every=3), folder)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_a_run_keeps_its_last_flush(tmp_path, server, kills):
+@pytest.mark.slow
+def test_killed_at_random_moments_a_run_keeps_its_last_flush(tmp_path, server, kills=20):
     """At each SIGKILL the folder reads, has every step up to the last flush, and no gap."""
     draw, kept = random.Random(0), 0
     for i in range(kills):
