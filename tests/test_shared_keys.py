@@ -125,12 +125,9 @@ def test_a_block_of_the_accumulator_is_of_one_head():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "policy,tile,heads",
-    [
-        *(pytest.param(*case, 2, marks=pytest.mark.slow if case[1] else ()) for case in CASES),
-        (SAFE, None, 1), (RELEASED, 32, 1),
-    ],
+    [*((*case, 2) for case in CASES), (SAFE, None, 1), (RELEASED, 32, 1)],
     ids=str,
-)  # fmt: skip
+)
 def test_kernels_equal_the_emulation(policy, tile, heads, device):
     inputs = inputs_of(heads, device=device, batch=1)
     got = run(*inputs, policy, tile, seed=3)
