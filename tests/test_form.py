@@ -1,5 +1,6 @@
 """A page in the new form: what stands first, what is folded, and what a reader sees of it."""
 
+import ast
 import json
 from pathlib import Path
 
@@ -234,3 +235,19 @@ def test_what_was_measured_is_said_even_if_it_is_nothing():
     page = page_of(cell("check()", verdict("a", "key", value=None, verdict="not run")))
     box = page.cells[1].outputs[0].data["text/markdown"]
     assert box.startswith("::::{admonition} Not run: not yet, 8 of 8 recorded\n:class: note")
+
+
+PATHS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_table_ends_its_cell(path):
+    """Jupyter shows the value of a cell's last statement, so any other table is seen by nobody."""
+    unseen = []
+    for cell in nbformat.read(path, 4).cells:
+        body = ast.parse(cell.source).body if cell.cell_type == "code" else []
+        for node in (x for statement in body for x in ast.walk(statement)):
+            text = ast.unparse(node) if isinstance(node, ast.Expr) else ""
+            if text.startswith("plots.show_table(") and node is not body[-1]:
+                unseen.append(text)
+    assert unseen == []
