@@ -166,17 +166,20 @@ def measured(arms: dict, **measures) -> pd.DataFrame:
 def onsets(arms: dict, absent: str = "") -> pd.DataFrame:
     """When each run exploded, in words: a row for each label of some arms, a column for each seed.
 
-    arms: {label: `Arm`}. absent: what stands where an arm has no run of a seed.
+    arms: {label: `Arm`}. absent: what stands where an arm plans a seed and has no run of it.
     """
+
+    def words(run) -> str:
+        if not run.explosion:
+            return f"none by {len(run.metrics):,}"
+        return f"{run.explosion.onset:,}" + " (unconfirmed)" * (not run.explosion.confirmed)
+
     said = {
-        label: {
-            seed: f"{run.explosion.onset:,}" if run.explosion else f"none by {len(run.metrics):,}"
-            for seed, run in arm.by_seed.items()
-        }
+        label: dict.fromkeys(arm.seeds, absent) | {s: words(run) for s, run in arm.by_seed.items()}
         for label, arm in arms.items()
     }
     table = pd.DataFrame.from_dict(said, orient="index", dtype=object).sort_index(axis=1)
-    table = table.reindex(list(arms)).fillna(absent).rename(columns="seed {}".format)
+    table = table.reindex(list(arms)).fillna("").rename(columns="seed {}".format)
     return table.rename_axis("onset").reset_index()
 
 
