@@ -65,8 +65,14 @@ def in_models() -> dict:
     return json.loads(paths[-1].read_text()) if paths else {}
 
 
+def gpu_tests() -> dict:
+    """The newest counts of GPU tests in data/benchmarks/tests, of the versions that are pinned."""
+    path = max((data_root() / "benchmarks" / "tests").glob("*.json"))
+    return json.loads(path.read_text())["gpu_tests"]
+
+
 def tried(name: str) -> dict:
-    """A record of data/benchmarks/tried, of what was timed and left: "five" or "pow2"."""
+    """A record of data/benchmarks/tried, of what was timed apart: "five", "pow2" or "fa4"."""
     return json.loads((data_root() / "benchmarks" / "tried" / f"{name}.json").read_text())
 
 
@@ -86,6 +92,14 @@ def powers_of_two() -> pd.Series:
     whole = rows[(rows.impl == "triton") & rows.tile.isna()]
     wide = whole.pivot(index=["head_dim", "seqlen"], columns="policy", values="forward_ms")
     return (wide["FA2+shift=pow2"] / wide["FA2"]).dropna()
+
+
+def beside_fa4() -> pd.Series:
+    """Time of both passes of FA2 over that of FlashAttention-4, by (head_dim, seqlen)."""
+    rows = pd.DataFrame(tried("fa4")["cases"])
+    both = rows.assign(ms=rows.forward_ms + rows.backward_ms)
+    wide = both.pivot(index=["head_dim", "seqlen"], columns="impl", values="ms")
+    return wide["triton"] / wide["fa4"]
 
 
 def beside_stock(rows: list[dict], **columns: str) -> pd.DataFrame:
