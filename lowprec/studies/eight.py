@@ -31,6 +31,7 @@ import pandas as pd
 import torch
 
 from lowprec import UserError, entry
+from lowprec.evidence.claims import Measured
 from lowprec.numerics.formats import E5M2
 from lowprec.numerics.recipe import Recipe, linear
 from lowprec.numerics.scaling import LossRule, LossScaler
@@ -305,6 +306,11 @@ def apart(arms: dict, arm: str, base: str) -> pd.Series | None:
     """`last` less that of another arm, for seeds that both have; None without any."""
     gap = (last(arms[arm]) - last(arms[base])).dropna()
     return gap if len(gap) else None
+
+
+def off(gap: pd.Series | None) -> Measured | None:
+    """The size of a mean gap, over so many seeds; None without any."""
+    return None if gap is None else Measured(abs(gap.mean()), len(gap))
 
 
 def record(folder, name: str, some=None, workers=1) -> None:
