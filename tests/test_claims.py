@@ -94,7 +94,7 @@ def test_units_give_value_n_and_the_list(folder, kind):
     assert (result.verdict, result.value, result.n, result.count) == ("supported", 3, 4, "3 of 4")
     assert result.by == {"0": True, "1": True, "2": False, "3": True}
     assert "Measured: seeds that explode: 3 of 4" in result.markdown()
-    assert "All but 2" in result.markdown()
+    assert "No: 2." in result.markdown()
     share = {**EXPLODES, "rule": "share of seeds that explode == 1"}
     result = judged(folder, share, kind(SEEDS))
     assert (result.verdict, result.value, result.count) == ("refuted", 0.75, "3 of 4")

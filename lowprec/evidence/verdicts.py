@@ -106,7 +106,7 @@ class Result:
             return ", ".join(f"{unit}: {number(value)}" for unit, value in self.by.items())
         fewer = sum(self.by.values()) <= len(self.by) / 2
         names = [unit for unit, has in self.by.items() if has == fewer]
-        return f"{'Only' if fewer else 'All but'} {', '.join(names)}"
+        return f"{'Yes' if fewer else 'No'}: {', '.join(names)}"
 
     def markdown(self) -> str:
         """The verdict in words: what was claimed, measured, and what would refute it."""
