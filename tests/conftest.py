@@ -15,9 +15,7 @@ import torch
 DATA = Path(__file__).resolve().parent.parent / "data"
 RUNS = DATA / "runs"
 UNDER_WAY = (
-    "positions", "ladder", "rotary", "entries", "positions_large", "otherwise",
-    "positions_specimens", "refined", "spectral", "eight", "galore", "pow2", "rotation_sites",
-    "sharp", "eight_attention", "otherwise_again",
+    "ladder", "rotary", "entries", "positions_large", "positions_specimens", "eight", "eight_llama",
 )  # fmt: skip
 APART = ("windows", "pairs", *UNDER_WAY)
 

@@ -142,7 +142,8 @@ def of_other_output(recorded):
 
 def test_one_corpus_one_generation_of_gpu_our_kernels(recorded):
     every = [run for table in recorded.values() for run in table.run]
-    assert len({run.info["data_sha256"] for run in every}) == 1, MEND
+    whole = [run for run in every if run.info["arm"] not in ("noise", "shuffled")]
+    assert len({run.info["data_sha256"] for run in whole}) == 1, MEND
     theirs = {("production", "sdpa"): "sdpa", ("halves",): "sdpa_forward",
               ("swapped",): "sdpa_backward"}  # fmt: skip
     for campaign, table in recorded.items():
