@@ -343,6 +343,7 @@ def compare(argv: list[str]) -> int:
     from lowprec.diagnose import compare as two
     from lowprec.diagnose import contenders
     from lowprec.records import files
+    from lowprec.training.loop import pick_device
 
     def command(
         a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
@@ -352,6 +353,7 @@ def compare(argv: list[str]) -> int:
         shape: tuple[int, int, int, int] = (1, 4, 256, 64),
         kv_heads: int | None = None,
         seed: int = 0,
+        device: str = "auto",
         table: Path | None = None,
         figure: Path | None = None,
     ):
@@ -372,6 +374,7 @@ def compare(argv: list[str]) -> int:
             shape: of random inputs, batch, heads, tokens, head_dim.
             kv_heads: of random inputs, heads of keys and values if fewer.
             seed: of random inputs.
+            device: cuda or cpu; by default a GPU if there is one.
             table: where to write a row for each input, function and quantity, .csv.
             figure: where to draw the errors, .png, .svg or .pdf.
         """
@@ -384,11 +387,13 @@ def compare(argv: list[str]) -> int:
             inputs = [contenders.drawn(shape, kv_heads, causal, seed)]
         else:
             inputs = [contenders.read(on, causal)]
+        place = pick_device(device)
+        inputs = [some.to(place) for some in inputs]
         found = two.measure(calls, inputs)
         names = {"A": f"A ({a})", "B": f"B ({b})"}
         print(*(f"{who}: {text}" for who, text in (("A", a), ("B", b))), sep="\n")
         masked = sorted({"causal" if x.causal else "not causal" for x in inputs})
-        print(f"inputs: {on}, {' or '.join(masked)}")
+        print(f"inputs: {on}, {' or '.join(masked)}, on {place}")
         print("", two.shown(found), "", two.verdict(found, names), sep="\n")
         if table:
             content = found.to_csv(index=False).encode()

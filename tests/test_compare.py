@@ -307,9 +307,23 @@ def test_a_forward_pass_alone_is_compared_and_said(own, capsys):
     assert "gives no gradients" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_inputs_lie_on_the_device_that_is_asked_for(device, monkeypatch, capsys):
+    met = set()
+
+    def kept(call):
+        return lambda q, *rest, **how: met.add(q.device.type) or call(q, *rest, **how)
+
+    named = contenders.function
+    monkeypatch.setattr(contenders, "function", lambda *args: kept(named(*args)))
+    assert main(["compare", "sdpa", "SAFE", *SMALL, "--device", device]) == 0
+    assert met == {device} and f"on {device}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["sdpa", "math", "--device", "tpu"], "no device=tpu; take cuda, cpu or auto"),
         (["sdpa", "own_attention:raises"], "B fails on random.*TypeError.*is_causal"),
         (["own_attention:short", "sdpa"], "A must return O of shape"),
         (["sdpa", "math", "--on", "none.safetensors"], "--on: there is no none.safetensors"),

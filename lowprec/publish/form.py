@@ -163,7 +163,11 @@ def line(result) -> str:
     """A claim as an item, which other pages link to as claim-ID."""
     id = result.claim.id
     target = f"(claim-{id})=\n  " if result.registered else ""
-    said = f"**{result.verdict}**: {result.claim.sentence} {found(result)}. `{id}`"
+    rule = result.claim.parsed
+    exceptions = rule.counts and rule.limits[0] == 0 and result.value is not None
+    what = result.measured() if exceptions else found(result)  # the unit alone would not say
+    what = what[0].upper() + what[1:]
+    said = f"**{result.verdict}**: {result.claim.sentence} {what}. `{id}`"
     return f"- {target}{said}\n"
 
 
