@@ -18,6 +18,7 @@ from lowprec.records.files import data_root
 from lowprec.studies import delta, guilty, row_sums
 from lowprec.training.capture import Capture
 from lowprec.training.config import PRESETS
+from lowprec.training.data.shards import load_tokens, write_shards
 
 CAPTURES = data_root() / "captures"
 
@@ -310,6 +311,10 @@ def test_a_planted_cause_of_a_broken_training(tmp_path, capsys):
     assert "explodes at step 0" in out and "No explosion with {shift=none};" in out
     with pytest.raises(UserError, match="trained with another lr; take another --out"):
         trainings(tmp_path, policy, steps=3, lr=1.0).search()
+    tokens = load_tokens("data/corpora/smoke.safetensors")
+    write_shards(tokens.window(0, 9999), tmp_path / "part", tokens.name, tokens.vocabulary)
+    with pytest.raises(UserError, match="trained with another tokens"):
+        trainings(tmp_path, policy, steps=3, data=str(tmp_path / "part")).search()
 
 
 def test_a_training_that_does_not_explode_has_no_cause(tmp_path, capsys):

@@ -8,13 +8,17 @@ import pytest
 import torch
 
 from lowprec import UserError
+from lowprec.evidence.survival import counted
 from lowprec.numerics import scaling
 from lowprec.numerics.formats import E5M2, round_to
+from lowprec.numerics.recipe import Recipe
 from lowprec.numerics.scaling import PATIENCE, LossRule, LossScaler, flushed
 from lowprec.records import files
 from lowprec.studies import eight
 from lowprec.training.config import TrainConfig
+from lowprec.training.eight import put_into
 from lowprec.training.loop import train
+from lowprec.training.model import GPT
 from lowprec.training.plan import load_campaign
 
 # Rules
@@ -31,7 +35,8 @@ def test_a_rule_is_its_text(text):
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("fast", "write 2\\^13"), ("2^25", "at most 2\\^24"), ("0", "not above 0"),
+    [("fast", "write 2\\^13"), ("2^25", "and 2\\^24"), ("0", "between 2\\^-126"),
+     ("2^-150", "between 2\\^-126"),
      ("2^13,every5", "only a dynamic one"), ("dynamic,min3", "unknown option 'min3'"),
      ("dynamic,least2^7@9,least2^8@9", "one after the other")],
 )  # fmt: skip
@@ -142,7 +147,7 @@ def test_a_record_is_what_was_trained(tmp_path, monkeypatch, capsys):
     assert found.loss.shape == (2, 3) and not found.loss.isna().any().any()
     assert sum(map(int, found.exponents["logits"].values())) > 0
     assert found.ending("2^13 nearest spurious", "skipped").tolist() == [4, 4]
-    assert found.part("1 random", "1 random", "fp32").mean == 1
+    assert found.left("1 random", "1 random").mean == 1
     assert list(found.above("1 random", "1 random")) == [False, False]
     with pytest.raises(UserError, match="there is no record text"):
         eight.read("text", tmp_path)
@@ -239,6 +244,20 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_a_name(tmp_path, at_root, m
     config = TrainConfig(**TINY | {"steps": 12}, loss_scale="dynamic", spurious=1)
     run = train(config, tmp_path / "a")
     assert run.info["ended"] == "4 steps skipped, step 4" and run.info["steps"] == 6
+    table = pd.DataFrame([dict(run=run, exploded=False, duration=6)])
+    assert counted(table, 5) == (0, 1) and counted(table, 6) == counted(table) == (0, 0)
+
+
+def test_a_delayed_scale_is_of_the_layers_own_past():
+    """Once every layer has seen the same text many times, its last scale is the current one."""
+    torch.manual_seed(0)
+    model, text = GPT(TrainConfig(**TINY).model()), torch.arange(16)[None]
+    loss = {}
+    for name, scale in (("delayed", ",delayed1"), ("current", "")):
+        put_into(model, Recipe.parse(f"FP32+x=e4m3_saturate@tensor{scale}"), None)
+        for _ in range(12):
+            loss[name] = model(text, text)
+    assert torch.equal(loss["delayed"], loss["current"])
 
 
 @pytest.mark.parametrize(

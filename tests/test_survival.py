@@ -362,7 +362,7 @@ def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
 
     def verdicts(*exploded, by=np.inf):
         table = pd.DataFrame({"seed": range(len(exploded)), "exploded": exploded, "duration": 70})
-        table["run"] = SimpleNamespace(explosion=None)
+        table["run"] = SimpleNamespace(explosion=None, info=dict(ended="completed"))
         arm = Arm("a", None, (0, 1, 2, 3), table if len(table) else None)
         told = [arm.check(id, by=by).verdict for id in rules]
         if by == np.inf:  # the same by what a page hands over

@@ -722,11 +722,13 @@ def test_captures_and_the_window_leave_the_run_alone(tmp_path):
     assert (errors.error_norm > 0).all() and (errors.error_norm < errors.grad_norm).all()
 
 
-def test_the_window_of_micro_batches_is_that_of_the_batch(tmp_path):
-    """The same error of W_Q's gradient, summed over sequences one by one or all at once."""
-    config = small(policy="LOW", batch_size=4, window=(0, 1), steps=2)
+@pytest.mark.parametrize(("rows", "policy"), [(1, "LOW"), (3, "ALL_FP32+o=bf16")])
+def test_the_window_of_micro_batches_is_that_of_the_batch(tmp_path, rows, policy):
+    """The same error of W_Q's gradient, summed over sequences one by one, over three and the one
+    that is left, or all at once. Three need an error that is linear in dO, as only O's is."""
+    config = small(policy=policy, batch_size=4, window=(0, 1), steps=2)
     train(config, tmp_path / "a")
-    train(dataclasses.replace(config, micro_batch=1), tmp_path / "b")
+    train(dataclasses.replace(config, micro_batch=rows), tmp_path / "b")
     whole, parts = (pd.read_parquet(tmp_path / run / "query_error.parquet") for run in "ab")
     for name in ("delta_abs", "error_norm", "sum_norm", "grad_norm"):
         assert list(parts[name]) == pytest.approx(list(whole[name]), rel=0.01), name

@@ -49,6 +49,8 @@ def test_how_much_later_runs_explode_than_those_with_their_seed():
         table = pd.DataFrame({"seed": [r.seed for r in runs], "run": runs})
         table["exploded"] = [r.explosion is not None for r in runs]
         table["duration"] = [onset or 400 for onset in onsets.values()]
+        for r in runs:
+            r.info["ended"] = "explosion" if r.explosion else "completed"
         return Arm("a", None, planned, table if len(table) else None)
 
     base = arm((0, 1, 2), s0=100, s1=150, s2=None)
@@ -60,6 +62,11 @@ def test_how_much_later_runs_explode_than_those_with_their_seed():
     rise = arm((0, 1), s0=390, s1=100)
     rise.runs.loc[0, "exploded"] = False  # what followed the rise is not recorded
     assert twins.later(rise, base) == {1: -50}
+    assert twins.sooner(rise, base).to_dict() == {1: True}
+    assert twins.outlasts(rise, base).to_dict() == {1: False}
+    third = arm((0, 2), s0=130, s2=None)
+    assert twins.outlasts(third, base).to_dict() == {0: True, 2: True}
+    assert twins.sooner(third, base).to_dict() == {0: False, 2: False}
 
 
 def test_a_pair_is_compared_before_either_explodes():
@@ -100,14 +107,6 @@ def test_runs_part_where_a_loss_differs_or_the_shorter_ends():
     assert twins.parted(one, other) == 300
     other.metrics.loc[[7, 9], "loss"] = 2.5
     assert twins.parted(one, other) == twins.parted(other, one) == 7
-
-
-def test_a_training_is_the_same_but_for_its_length():
-    old, new = run(0, lr=1e-3, steps=400), run(0, lr=1e-3, layers={}, qk_norm=False)
-    old.info["config"]["steps"], new.info["config"]["steps"] = 400, 7000
-    assert twins.same_training(old, new) and twins.same_training(new, old)
-    new.info["config"]["qk_norm"] = True
-    assert not twins.same_training(old, new) and not twins.same_training(new, old)
 
 
 def test_a_median_shows_a_jump_half_a_window_late():

@@ -14,6 +14,7 @@ from lowprec.diagnose.bisect import affordable, changed, fields_of, modes_of, po
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.records import runs
 from lowprec.training.config import TrainConfig
+from lowprec.training.data.shards import load_tokens
 from lowprec.training.loop import train
 
 
@@ -57,9 +58,13 @@ class Trainings:
 
 
 def _require_same(run, config: TrainConfig) -> None:
-    """Raise `UserError` for a run with other settings; device and name of data may differ."""
-    then, now = run.info["config"], json.loads(json.dumps(dataclasses.asdict(config)))
+    """Raise `UserError` for a run with other settings or tokens; device and name of data may
+    differ. A field that an older run does not know has what was done before there was one."""
+    usual, now = (json.loads(json.dumps(dataclasses.asdict(c))) for c in (TrainConfig(), config))
+    then = usual | run.info["config"]
     differ = [name for name in now if name not in ("data", "device") and then[name] != now[name]]
+    if run.info["data_sha256"] != load_tokens(config.data, verify=False).sha256:
+        differ.append("tokens")
     if differ:
         raise UserError(f"{run.path} was trained with another {', '.join(differ)}; take another "
                         "--out")  # fmt: skip

@@ -106,8 +106,8 @@ class Arm:
 def counted(runs: pd.DataFrame, by: float = np.inf) -> tuple[int, int]:
     """How many of these runs exploded by a step, and of how many it is known whether they did.
 
-    runs: rows of `load_runs`. It is not known of a run that ended with a rise, at that step or
-    before, which nothing confirms: it is censored at its onset.
+    runs: rows of `load_runs`. It is not known of a run that ended by that step with a rise which
+    nothing confirms: it is censored at its onset. Nor of one that its loss scale ended.
     """
     return int(_exploded(runs, by).sum()), len(runs) - int(_open_by(runs, by).sum())
 
@@ -117,9 +117,9 @@ def _exploded(runs: pd.DataFrame, by: float) -> pd.Series:
 
 
 def _open_by(runs: pd.DataFrame, by: float) -> pd.Series:
-    """Which runs ended by a step with a rise that nothing confirms."""
-    rose = runs.run.map(lambda run: run.explosion is not None)
-    return ~runs.exploded.astype(bool) & rose & (runs.duration <= by)
+    """Which runs ended by a step with a rise that nothing confirms, or before all their steps."""
+    broke_off = runs.run.map(lambda r: r.explosion is not None or r.info["ended"] != "completed")
+    return ~runs.exploded.astype(bool) & broke_off & (runs.duration <= by)
 
 
 def exploded_of(*arms: Arm) -> str:

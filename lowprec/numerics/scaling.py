@@ -173,7 +173,6 @@ def _scale(top, cast: Cast):
     exact = top.double() / cast.fmt.max
     if cast.times:
         scale = (cast.fmt.max / top.double().clamp(min=TINY)).float()
-        scale = scale.clamp(max=2.0**126)
     else:
         scale = top / cast.fmt.max
     if cast.power == "pow2":
@@ -183,7 +182,7 @@ def _scale(top, cast: Cast):
     elif cast.power == "mx":
         exponent = top.double().frexp()[1] - 1 - cast.fmt.emax
         scale = torch.ldexp(torch.ones_like(exact), exponent).float()
-    scale = scale if cast.times else scale.clamp(min=TINY)
+    scale = scale.clamp(max=2.0**126) if cast.times else scale.clamp(min=TINY)
     scale = torch.where(top == 0, 1.0, scale)
     return torch.where(top.isfinite(), scale, math.nan)
 
@@ -303,8 +302,8 @@ class LossRule:
 
     def __post_init__(self):
         for scale in (self.start, *(scale for _, scale in self.least)):
-            if not 0 < scale <= LARGEST:
-                raise UserError(f"a loss scale of {scale:g} is not above 0 and at most 2^24")
+            if not TINY <= scale <= LARGEST:
+                raise UserError(f"a loss scale of {scale:g} is not between 2^-126 and 2^24")
         if self.least and not self.every:
             raise UserError("a loss scale that stays has no minimum; say dynamic, or leave it out")
         if any(a >= b for (a, _), (b, _) in itertools.pairwise(self.least)):

@@ -245,15 +245,10 @@ class Record:
             self.about, ends.assign(loss=ends.loss.fillna(guess).clip(upper=guess)), self.courses
         )
 
-    def left(self, bits: int, draws: int = 10_000) -> Estimate:
-        """The mean gap of `centred` to `nearest` over that of `mask` to `nearest`, at the usual
-        rate, with the interval of a bootstrap over seeds."""
-        loss = self.at().loss
-        table = loss[[f"centred{bits}", f"mask{bits}"]].sub(loss[f"nearest{bits}"], axis=0)
-        rng = np.random.default_rng(0)
-        means = table.to_numpy()[rng.integers(len(table), size=(draws, len(table)))].mean(1)
-        low, high = np.quantile(means[:, 0] / means[:, 1], (0.025, 0.975))
-        return Estimate(table.mean().iloc[0] / table.mean().iloc[1], low, high)
+    def left(self, bits: int) -> Estimate:
+        """The share of the mean gap of `mask` to `nearest` that `centred` has, at the usual rate,
+        see `gaps.share`."""
+        return self.at().left(f"centred{bits}", f"mask{bits}", f"nearest{bits}")
 
     @cached_property
     def events(self) -> pd.Series:

@@ -26,7 +26,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -277,15 +276,6 @@ class Record(gaps.Record):
         """Whether the loss ends above that of another arm, by seed."""
         return self.loss[arm] > self.loss[base]
 
-    def part(self, arm: str, of: str, base: str, draws: int = 10_000) -> Estimate:
-        """The part of the mean gap of `of` to `base` that `arm` has, with the interval of a
-        bootstrap over seeds."""
-        table = self.loss[[arm, of]].sub(self.loss[base], axis=0).to_numpy()
-        rng = np.random.default_rng(0)
-        means = table[rng.integers(len(table), size=(draws, len(table)))].mean(1)
-        low, high = np.quantile(means[:, 0] / means[:, 1], (0.025, 0.975))
-        return Estimate(table.mean(0)[0] / table.mean(0)[1], low, high)
-
 
 def read(task: str, folder=None) -> Record:
     """The record of a task; raises UserError if there is none."""
@@ -344,7 +334,9 @@ def save(folder, name, about, ends) -> None:
     kept = ["loss", "norm"] if len(table) <= MANY else ["loss"]
     means = table.groupby(keys, sort=False).mean(numeric_only=True).reset_index()
     means = means.drop(columns=["seed", *kept])
-    about |= {"means": json.loads(means.to_json(orient="split", index=False, double_precision=4))}
+    rounded = means.drop(columns=keys).round(4)
+    means = pd.concat([means[keys], rounded], axis=1).to_json(orient="split", index=False)
+    about |= {"means": json.loads(means)}
     short = {
         name: cut(torch.tensor(table[name].to_numpy(), dtype=torch.float32), 16, "nearest").numpy()
         for name in kept
@@ -364,7 +356,7 @@ def load(folder, name) -> tuple[dict, pd.DataFrame] | None:
     means = pd.DataFrame(**about["means"])
     keys = [column for column in ("arm", "rate") if column in means]
     ends = pd.read_parquet(path.with_suffix(".parquet")).astype({"arm": "object"})
-    return about, ends.merge(means, on=keys)
+    return about, ends.merge(means, on=keys, how="left", validate="many_to_one")
 
 
 if __name__ == "__main__":

@@ -61,16 +61,21 @@ class Record:
         loss = self.curves.pivot(index=["step", "seed"], columns="arm", values="loss")
         return loss.sub(loss["fp32"], axis=0)
 
-    def left(self, arm: str, of: str, draws: int = 10_000) -> Estimate:
-        """Share of the gap of arm `of` to FP32 that `arm` leaves, with the interval of a bootstrap
-        over seeds."""
-        gaps = self.loss[[arm, of]].sub(self.loss["fp32"], axis=0).to_numpy()
-        rng = np.random.default_rng(0)
-        means = gaps[rng.integers(len(gaps), size=(draws, len(gaps)))].mean(1)
-        with np.errstate(divide="ignore"):  # a draw of seeds without a gap has no share: infinite
-            shares = means[:, 0] / means[:, 1]
-        low, high = np.quantile(shares, (0.025, 0.975))
-        return Estimate(gaps.mean(0)[0] / gaps.mean(0)[1], low, high)
+    def left(self, arm: str, of: str, base: str = "fp32") -> Estimate:
+        """The share of the mean gap of arm `of` to `base` that `arm` leaves, see `share`."""
+        return share(self.loss[arm] - self.loss[base], self.loss[of] - self.loss[base])
+
+
+def share(part, whole, draws: int = 10_000) -> Estimate:
+    """The mean of some gaps over that of others, with the interval of a bootstrap over seeds.
+    part, whole: (seeds,), the same seeds in order."""
+    gaps = np.stack([part, whole], axis=1)
+    rng = np.random.default_rng(0)
+    means = gaps[rng.integers(len(gaps), size=(draws, len(gaps)))].mean(1)
+    with np.errstate(divide="ignore"):  # a draw of seeds without a gap has no share: infinite
+        shares = means[:, 0] / means[:, 1]
+    low, high = np.quantile(shares, (0.025, 0.975))
+    return Estimate(gaps.mean(0)[0] / gaps.mean(0)[1], low, high)
 
 
 def read(folder: Path | None = None) -> dict[str, Record]:

@@ -60,8 +60,7 @@ def trained(campaign) -> tuple[dict, dict]:
         last = twins.beside(arms["fp32"], arms["adamw-fp32"], _end)
         asked["learns"] = (last.mine - last.base).to_dict()
     if arms["fa2"].n:
-        pair = twins.beside(arms["fa2"], arms["adamw"], heads.end_of)
-        asked["later"] = (~arms["fa2"].outcomes()[pair.index] | (pair.mine > pair.base)).to_dict()
+        asked["later"] = twins.outlasts(arms["fa2"], arms["adamw"]).to_dict()
         asked["second"] = {
             seed: heads.norms(run).iloc[-1].idxmax()[0] == 1
             for seed, run in arms["fa2"].by_seed.items()

@@ -38,6 +38,25 @@ def ratio(arm, base, measure) -> pd.Series:
     return runs.mine / runs.base
 
 
+def sooner(arm, base) -> pd.Series:
+    """Whether each run explodes, and sooner than the base's run with its seed ends. Seeds of which
+    it is not known are left out, see `survival.counted`."""
+    exploded, pair = _outcomes_beside(arm, base)
+    return exploded & (pair.mine < pair.base)
+
+
+def outlasts(arm, base) -> pd.Series:
+    """Whether each run explodes later than the base's run with its seed ends, or not at all."""
+    exploded, pair = _outcomes_beside(arm, base)
+    return ~exploded | (pair.mine > pair.base)
+
+
+def _outcomes_beside(arm, base):
+    known = arm.outcomes()
+    pair = beside(arm, base, end_of).reindex(known.index).dropna()
+    return known[pair.index], pair
+
+
 def later(arm, base) -> dict[int, int] | None:
     """By how many steps each run of an arm that explodes does so after the base's with its seed, by
     seed, where both do. None while there is no such run and others are to come."""
@@ -77,10 +96,3 @@ def parted(run, other) -> int:
     count = min(len(run.metrics), len(other.metrics))
     one, two = (some.metrics.loss.to_numpy()[:count] for some in (run, other))
     return int(np.append(np.flatnonzero(one != two), count)[0])
-
-
-def same_training(run, other) -> bool:
-    """Whether the configs of two runs differ in their number of steps at most. What the record of
-    an older run lacks was off."""
-    one, two = run.info["config"], other.info["config"]
-    return all((one.get(k) or None) == (two.get(k) or None) for k in (one | two).keys() - {"steps"})

@@ -287,6 +287,7 @@ def record(folder, name: str = "units", some=None, workers=1, device="cpu") -> N
             found |= {"names": list(after.index), kind: [float(f"{x:.4g}") for x in after]}
         print(f"{kind} {recipe} {rate}: done", flush=True)
     about |= {"config": dataclasses.asdict(TASKS[name]), "recipes": RECIPES, "sizes": found}
+    about |= {"data_sha256": TASKS[name].data[0].sha256}
     save(folder, name, about | {"seconds": round(time.monotonic() - start)}, ends)
 
 

@@ -8,6 +8,8 @@ moments are FP32. A loss scale is a `lowprec.numerics.scaling.LossRule`; the run
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 
 from lowprec import UserError
@@ -45,10 +47,11 @@ def put_into(model, recipe: Recipe, generator) -> None:
     """Let a `GPT` multiply by a recipe; nothing changes where that keeps all FP32 values."""
     if recipe == Recipe():
         return
-    casters = recipe.casters(generator)
+    casters = defaultdict(lambda: recipe.casters(generator))  # a layer's scales are of its own past
 
     def times(x, weight):
-        return linear(x.flatten(0, 1), weight.mT, casters).unflatten(0, x.shape[:2])
+        product = linear(x.flatten(0, 1), weight.mT, casters[weight])
+        return product.unflatten(0, x.shape[:2])
 
     model.times = times
     for block in model.blocks:

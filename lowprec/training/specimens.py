@@ -73,9 +73,10 @@ class Specimens:
             self.window = QueryErrorWindow(
                 m.n_layer, m.n_head, m.head_dim, m.n_embd, device=self.recorder.group.device
             )
+        rows = sum(len(x) for x, _ in batches)
         for i in range(len(batches)):
             for layer, seen in self._observe(step, batches, i).items():
-                eps = capture.query_bias(seen) / len(batches)
+                eps = capture.query_bias(seen) * len(batches[i][0]) / rows
                 one = len(seen.groups) == 1  # else P comes from unrounded scores in all heads
                 how = dict(policy=seen.groups[0][0]) if one else {}
                 how["rotation"] = seen.rotation
