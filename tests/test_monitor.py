@@ -230,6 +230,20 @@ def test_it_rings_in_a_captured_layer_that_fails_and_not_in_its_twin(name, rings
     assert table.common[0] == pytest.approx(probed.common[0], rel=0.05)
 
 
+def test_in_fp16_a_sequence_has_the_same_numbers_in_a_larger_batch():
+    """Errors of a small gradient, which a gradient in FP16 does not hold."""
+    capture = Capture.load(CAPTURES / "fa2-a-seed1-1520.xz")
+    layer, x, do = Layer(capture).float(), capture.tensors["x"], capture.tensors["do"]
+
+    def loss(batch):
+        with torch.autocast("cpu", torch.float16):
+            return (layer(x.float().expand(batch, -1, -1)) * (do / 64).half()).sum()
+
+    alone, two = (watched(layer, lambda n=n: loss(n), length=x.shape[1]) for n in (1, 2))
+    assert alone.alarm.all()
+    pd.testing.assert_frame_equal(two, alone)
+
+
 def planted(model):
     """A common part of keys and of queries: see `test_affected`."""
     with torch.no_grad():

@@ -138,7 +138,7 @@ class Queries:
         """The gradient of the output of each map, as the map put it out."""
         whole = dq
         if dq.shape != self.q.shape:
-            whole = torch.zeros_like(self.q)
+            whole = torch.zeros_like(self.q, dtype=dq.dtype)
             whole[: len(dq), :, : dq.shape[2]] = dq
         outs = [y for _, _, y in self.maps]
         whole, size = _scaled(whole, self.q.dtype)
