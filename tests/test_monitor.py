@@ -367,23 +367,36 @@ def test_checkpointed_layers_have_the_same_numbers(hub):
     pd.testing.assert_frame_equal(watched(model, of_hub(model, ids)), plain)
 
 
-def test_a_compiled_model_is_watched_and_compiled_again_after_it():
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_compiled_model_is_watched_and_compiled_once(inner, fullgraph):
+    """Also where the monitor has the model that was compiled; other monitors change nothing."""
     torch.manual_seed(0)
     model, x = Plain(), torch.randn(2, 40, 32)
-    plain, calls = watched(model, lambda: model(x).square().sum()), []
+    plain, calls, graphs = watched(model, lambda: model(x).square().sum()), [], []
 
     def backend(graph, _):
+        graphs.append(graph)
         return lambda *inputs: calls.append(1) or graph(*inputs)
 
-    compiled = torch.compile(model, backend=backend)
-    monitor = Monitor(compiled, every=2)
-    for _ in range(2):
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    monitors = [Monitor(model if inner else compiled, every=2) for _ in range(2)]
+    for step in range(4):
         compiled(x).square().sum().backward()
-        table = monitor.step()
-        if table is not None:
-            pd.testing.assert_frame_equal(table, plain)
-            assert not calls, "the watched step is eager"
-    assert calls
+        for table in [monitor.step() for monitor in monitors]:
+            assert (table is None) == bool(step % 2)
+            if table is not None:
+                pd.testing.assert_frame_equal(table.assign(step=0), plain)
+        assert len(calls) == (step + 1) // 2, "a watched step is eager"
+    assert len(graphs) == 1
+
+
+def test_a_monitor_that_is_not_closed_ends_with_its_name():
+    model = Plain()
+    monitor = Monitor(model, every=1)
+    assert model._forward_hooks
+    del monitor
+    assert not model._forward_hooks
 
 
 class Scalars(list):

@@ -73,6 +73,8 @@ class Monitor:
     alarm is a warning of the logger "lowprec.monitor", when a head begins to ring.
     """
 
+    watch = None
+
     def __init__(
         self, model, every=50, path=None, *, writer=None, policy=None, sequences=1, length=512,
         step=0,
@@ -90,7 +92,7 @@ class Monitor:
             runs.require_writable(self.path)
         self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
         self.table, self.left_out, self.ringing, self.seen = None, {}, set(), False
-        self.known, self.watch = weakref.WeakKeyDictionary(), None
+        self.known = weakref.WeakKeyDictionary()
         self._await(step)
 
     def __enter__(self):
@@ -98,6 +100,8 @@ class Monitor:
 
     def __exit__(self, *_):
         self.close()
+
+    __del__ = __exit__
 
     def close(self):
         """Take all hooks away; the file is whole after every step."""

@@ -38,6 +38,9 @@ UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "cu_seq_len
 USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "fp16"))}
 """What production kernels do, where it is not FA2."""
 
+STEPS: list[Watch] = []
+"""Those whose step is under way: in it nothing runs compiled."""
+STANCE: list = []
 INSIDE: list[Watch] = []
 """Those whose forward is under way."""
 REPLACED: list[tuple] = []
@@ -63,20 +66,19 @@ class Watch:
             self.model.register_forward_pre_hook(self._begin),
             self.model.register_forward_hook(self._end, always_call=True),
         ]
-        # what is compiled calls neither hooks nor doors; off for this forward, if there is any
-        self.eager = torch.compiler.set_stance("force_eager") if _compiled(model) else None
+        if not STEPS:  # what is compiled calls neither hooks nor doors
+            STANCE.append(torch.compiler.set_stance("force_eager"))
+        STEPS.append(self)
 
     def stop(self):
         """Take everything away that was put in; the hooks on outputs stay until their backward."""
         self._end()
-        self._compile_again()
         for hook in self.hooks:
             hook.remove()
-
-    def _compile_again(self):
-        if self.eager is not None:
-            self.eager.__exit__(None, None, None)
-            self.eager = None
+        if self in STEPS:
+            STEPS.remove(self)
+        while not STEPS and STANCE:
+            STANCE.pop().__exit__(None, None, None)
 
     def _begin(self, *_):
         if self.called or not torch.is_grad_enabled():
@@ -89,7 +91,6 @@ class Watch:
         if self in INSIDE:
             _shut(self)
             self.linears.__exit__()
-            self._compile_again()
 
     def saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, turned=False, **how):
         """A call of attention in the watched forward; turned: o is (B, T, H, D)."""
@@ -150,16 +151,6 @@ def _said(mask, causal, q, how):
 
 def _short(x):
     return x if x.dtype in (torch.bfloat16, torch.float16) else x.bfloat16()
-
-
-def _compiled(model) -> bool:
-    """Whether torch.compile has taken the model, a part of it, or a method."""
-    return any(
-        hasattr(module, "_orig_mod")
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or any(hasattr(x, "_torchdynamo_orig_callable") for x in vars(module).values())
-        for module in (model, *model.modules())
-    )
 
 
 # Doors: each calls what was there before and tells all watches inside a forward what it saw
