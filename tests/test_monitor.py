@@ -4,12 +4,14 @@ import dataclasses
 import json
 import logging
 import math
+import re
 
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import lowprec
 from lowprec import Monitor, UserError
@@ -164,15 +166,15 @@ def test_logit_and_entropy():
 class Plain(nn.Module):
     """A layer of somebody else's, who calls PyTorch's function."""
 
-    def __init__(self, width=32, heads=2, causal=True):
+    def __init__(self, width=32, heads=2, causal=True, mask=None):
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads, self.causal, self.mask = heads, causal and mask is None, mask
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
         parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         split = (t.transpose(1, 2) for t in parts)
-        o = F.scaled_dot_product_attention(*split, is_causal=self.causal)
+        o = F.scaled_dot_product_attention(*split, self.mask, is_causal=self.causal)
         return x + self.out(o.transpose(1, 2).flatten(2))
 
 
@@ -185,6 +187,29 @@ def test_a_layer_that_calls_torch_is_watched_down_to_its_weights():
     exact = torch.cat([g.norm(dim=1) for g in grads])
     assert table.gradient.to_numpy() == pytest.approx(exact.tolist(), rel=0.02)
     assert (table["of"] == "W_Q").all()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(20, 20, dtype=torch.bool).tril(),
+        torch.full((20, 20), -math.inf).triu(1),
+        causal_upper_left(20, 20),
+        causal_lower_right(20, 20),
+    ],
+    ids=["booleans", "floats", "upper left", "lower right"],
+)
+def test_a_causal_mask_may_be_given_to_torch_in_any_form(mask):
+    tables, x = [], torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
+    for how in (dict(mask=mask), {}):
+        torch.manual_seed(0)
+        model = Plain(**how)
+        plain = model(x)
+        tables.append(watched(model, lambda model=model: model(x).square().sum()))
+        with Monitor(model):
+            assert torch.equal(model(x), plain)
+    for name in ("logit", "gradient", "common"):
+        assert tables[0][name].to_numpy() == pytest.approx(tables[1][name].to_numpy(), rel=1e-3)
 
 
 def test_without_a_linear_map_the_gradient_is_dq():
@@ -318,6 +343,7 @@ LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
     [
         (None, True, {}, 4),
         (None, False, {}, "it is not causal"),
+        (torch.ones(1, 1, 4, 4, dtype=torch.bool), False, {}, "it is not causal"),
         (LOWER[None, None], False, {}, 4),
         (torch.zeros(1, 1, 4, 4).masked_fill(~LOWER, -1e9), False, {}, 4),
         (LOWER[None, None] & torch.tensor([True, True, True, False]), False, {}, 3),
@@ -345,8 +371,32 @@ def test_a_batch_padded_on_the_right_is_measured_up_to_its_padding(hub):
     table = watched(model, of_hub(model, ids, attention_mask=mask))
     alone = watched(model, of_hub(model, ids[:1, :30]))
     assert table.logit.to_numpy() == pytest.approx(alone.logit.to_numpy())
-    with pytest.raises(UserError, match="none of 2 calls of attention: its mask hides the first"):
-        watched(model, of_hub(model, ids, attention_mask=mask.flip(1)))
+
+
+@pytest.mark.parametrize("kind", ["padded", "short", "scaled"])
+def test_a_batch_that_cannot_be_measured_is_said_once_and_the_next_is_watched(hub, kind, caplog):
+    model, ids = llama(hub), tokens(2, 48)
+    mask = torch.ones_like(ids)
+    mask[0, :10] = 0
+    words, bad = {
+        "padded": ("its mask hides the first token", of_hub(model, ids, attention_mask=mask)),
+        "short": ("9 tokens; 16 and more are needed", of_hub(model, ids[:, :9])),
+        "scaled": ("not finite: .* scaled too far", lambda: of_hub(model, ids)() * math.inf),
+    }[kind]
+    monitor, found = Monitor(model, every=10), []
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        for loss in (bad, bad, of_hub(model, ids), bad):
+            loss().backward()
+            found.append(monitor.step())
+    assert [table is None for table in found] == [True, True, False, True]
+    assert len(caplog.messages) == 1 and re.search(words, caplog.text)
+
+
+def test_an_error_in_a_watched_forward_is_that_error():
+    model = Plain()
+    with Monitor(model), pytest.raises(IndexError, match="Dimension out of range"):
+        model(torch.randn(32))
+    assert not model._forward_hooks and F.scaled_dot_product_attention is SDPA
 
 
 def test_the_first_micro_batch_of_a_step_is_watched_and_no_pass_without_gradients():

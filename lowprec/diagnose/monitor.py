@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 import weakref
 from pathlib import Path
 
@@ -101,7 +102,9 @@ class Monitor:
     def __exit__(self, *_):
         self.close()
 
-    __del__ = __exit__
+    def __del__(self, over=sys.is_finalizing):
+        if not over():
+            self.close()
 
     def close(self):
         """Take all hooks away; the file is whole after every step."""
@@ -113,7 +116,7 @@ class Monitor:
         """Call it after every step's last backward; the table of a watched step, else None.
 
         step: its number, where the loop counts otherwise. Every rank of a group calls it. Raises
-        `UserError` if the first watched step shows no attention.
+        `UserError` if the first watched step shows no attention that a batch could let it measure.
         """
         step, watch = self.now if step is None else step, self.watch
         self.close()
@@ -152,7 +155,7 @@ class Monitor:
             self.watch = Watch(self.model, known=self.known, **how)
 
     def _finish(self, step, watch):
-        self.left_out = dict(watch.left_out)
+        first, self.left_out = not self.left_out, dict(watch.left_out)
         if not self.seen:
             _require_seen(watch)
         rows = [
@@ -166,6 +169,9 @@ class Monitor:
             some = "; ".join(f"{layer}: {why}" for layer, why in sorted(watch.left_out.items()))
             log.warning("layers that are not watched: %s", some)
         if not rows:
+            if first and not self.seen:
+                why = next(iter(watch.left_out.values()))
+                log.warning("step %d: nothing was measured (%s); the next is watched", step, why)
             return None
         self.seen = True
         table = pd.DataFrame(rows).assign(step=step)
@@ -215,10 +221,11 @@ def _require_seen(watch):
             "the monitor saw no attention: it watches lowprec's, transformers' registry and "
             "torch.nn.functional.scaled_dot_product_attention, called by that name"
         )
-    if len(watch.left_out) == watch.count:
+    if len(watch.left_out) < watch.count:
+        raise UserError("the monitor saw no backward through attention: call step() after backward")
+    if not watch.another:
         why = ", ".join(dict.fromkeys(watch.left_out.values()))
         raise UserError(f"the monitor can watch none of {watch.count} calls of attention: {why}")
-    raise UserError("the monitor saw no backward through attention: call step() after backward")
 
 
 def _rank() -> int:

@@ -21,7 +21,7 @@ from torch.library import CustomOpDef
 from lowprec import UserError
 from lowprec.attention import operator
 from lowprec.diagnose import measures
-from lowprec.diagnose.calls import Linears, plain_length
+from lowprec.diagnose.calls import HIDDEN, Linears, plain_length
 from lowprec.numerics.policy import FA2, PrecisionPolicy
 
 OPERATOR = next(
@@ -50,7 +50,8 @@ class Watch:
     """One forward and backward of a model whose calls of attention are measured.
 
     found: a call's number to its columns and what its gradients are of; left_out: to the reason.
-    called: whether a forward with gradients was seen. Only the first of them is watched, and of it
+    called: whether a forward with gradients was seen. another: whether a call was left out that may
+    be measured in another batch. Only the first of them is watched, and of it
     the first `sequences` and `length` tokens, which a causal model reads as if they were all.
     Dropout inside attention is left out of what is measured.
     """
@@ -60,7 +61,8 @@ class Watch:
         self.policy = None if policy is None else PrecisionPolicy.parse(policy)
         self.sequences, self.length = sequences, length
         self.known = weakref.WeakKeyDictionary() if known is None else known
-        self.found, self.left_out, self.count, self.called = {}, {}, 0, False
+        self.found, self.left_out, self.count = {}, {}, 0
+        self.called = self.another = False
         self.linears = Linears(self.model)
         self.hooks = [
             self.model.register_forward_pre_hook(self._begin),
@@ -110,9 +112,15 @@ class Watch:
         mask, window = _said(mask, causal, q, how)
         length = plain_length(mask, causal, q, k, window, how.get("position_ids"), count)
         if isinstance(length, str):
+            self.another |= length == HIDDEN
             self.left_out[layer] = length
             return
-        part = (slice(count), slice(None), slice(min(length, self.length)))
+        length = min(length, self.length)
+        if count * length < measures.BLOCKS:
+            self.another = True
+            self.left_out[layer] = f"{count * length} tokens; {measures.BLOCKS} and more are needed"
+            return
+        part = (slice(count), slice(None), slice(length))
         full = [x.detach()[part] for x in (q, k, v)]
         ours = policy is not None
         policy = self.policy or PrecisionPolicy.parse(policy or USUAL.get(q.dtype, FA2))
@@ -132,6 +140,7 @@ class Watch:
             try:
                 self.found[layer] = measures.measure(call), own.of
             except (UserError, RuntimeError) as error:  # a training goes on whatever is measured
+                self.another = True
                 self.left_out[layer] = str(error)
 
         o.register_hook(measure)
@@ -178,7 +187,11 @@ def _replace(where, name, door):
 
 def _torch(original):
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **how):
+        if hasattr(attn_mask, "_dispatch"):  # a CausalBias: it calls the function by its name
+            return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, **how)
         o = original(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        if torch.is_tensor(attn_mask) and attn_mask.dim() == 2:  # of queries and keys, not tokens
+            attn_mask = attn_mask[None]
         for watch in INSIDE:
             watch.saw(query, key, value, o, attn_mask, is_causal, how.get("scale"))
         return o
