@@ -50,8 +50,8 @@ class Watch:
     """One forward and backward of a model whose calls of attention are measured.
 
     found: a call's number to its columns and what its gradients are of; left_out: to the reason.
-    called: whether a forward with gradients was seen. another: whether a call was left out that may
-    be measured in another batch. Only the first of them is watched, and of it
+    another: whether one was left out that may be measured in another batch.
+    called: whether a forward with gradients was seen. Only the first of them is watched, and of it
     the first `sequences` and `length` tokens, which a causal model reads as if they were all.
     Dropout inside attention is left out of what is measured.
     """
