@@ -178,6 +178,28 @@ def test_a_planted_common_part_rings_in_its_head(hub, common, share, rings):
     assert model.config._attn_implementation != "lowprec-probe"
 
 
+@pytest.mark.parametrize("change", ["bfloat16", "compile", "layers", "wrapped"])
+def test_a_model_is_read_in_float32_and_eagerly_and_left_as_it_was(hub, change):
+    model = small(hub, "llama").bfloat16().float().train()
+    model.model.eval()
+    expected = affected.probe(model, length=64)
+    if change == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    elif change != "wrapped":
+        getattr(model, change)()
+    dtype, modes = model.dtype, [m.training for m in model.modules()]
+    given = torch.compile(model, backend="eager") if change == "wrapped" else model
+    pd.testing.assert_frame_equal(affected.probe(given, length=64), expected)
+    assert model.dtype == dtype and (expected.tv > 0).all()
+    assert [m.training for m in model.modules()] == modes and model.training
+
+
+def test_another_module_is_for_the_monitor():
+    with pytest.raises(UserError, match="a Linear is no transformers model.*take lowprec.Monitor"):
+        affected.probe(torch.nn.Linear(3, 3))
+
+
 def test_exact_attention_has_no_error(hub):
     table = affected.probe(small(hub, "gpt2"), policy="ALL_FP32", length=64)
     rounded = affected.probe(small(hub, "gpt2"), policy=FA2, length=64)

@@ -86,6 +86,15 @@ def test_other_roundings_are_no_fault(name, inputs):
     assert "within rounding" in compare.verdict(table)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_of_a_policy_coarser_than_the_inputs_that_is_said(dtype):
+    some = contenders.drawn((1, 2, 64, 32), dtype=dtype)
+    table = compare.measure({n: contenders.function(n) for n in ("FA2", "ALL_FP32")}, [some])
+    fa2, exact, *_ = compare.verdict(table).split("\n")
+    assert fa2.endswith("it rounds to bf16, which is coarser than the inputs.")
+    assert "ALL_FP32 is within" in exact
+
+
 def test_each_fault_shows_where_it_is(inputs):
     def bad(fault):
         return set(compare.outside(one(planted.call(fault), inputs)).of)
@@ -257,14 +266,20 @@ def test_metadata_may_be_written_as_python_writes_it(tmp_path, causal, wanted):
 def test_inputs_that_do_not_fit_are_one_sentence(tmp_path):
     from safetensors.torch import save_file
 
-    def refused(words, **tensors):
-        save_file(tensors, tmp_path / "x.safetensors")
+    def refused(words, about=None, **tensors):
+        save_file(tensors, tmp_path / "x.safetensors", about)
         with pytest.raises(UserError, match=f"^--on: .*{words}"):
             contenders.read(tmp_path / "x.safetensors")
 
     x = torch.zeros(1, 1, 4, 8)
     refused("has no tensor v, do; it has k, q", q=x, k=x + 1)
     refused("must be \\(batch, heads", q=x, k=x + 1, v=x[0] + 2, do=x + 3)
+    half = dict(v=x[..., :4] + 2, do=x[..., :4] + 3)
+    refused("v and do must have q's head_dim, 8, not 4", q=x, k=x + 1, **half)
+    refused("k has numbers that are not finite", q=x, k=x / 0, v=x + 2, do=x + 3)
+    for name, text in (("scale", "abc"), ("scale", "nan"), ("causal", "maybe")):
+        about = {name: text}
+        refused(f"its metadata has {name}={text}; write", about, q=x, k=x + 1, v=x + 2, do=x + 3)
     (tmp_path / "x.safetensors").write_text("no")
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         contenders.read(tmp_path / "x.safetensors")
@@ -328,11 +343,14 @@ def test_inputs_lie_on_the_device_that_is_asked_for(device, monkeypatch, capsys)
         (["own_attention:short", "sdpa"], "A must return O of shape"),
         (["sdpa", "math", "--on", "none.safetensors"], "--on: there is no none.safetensors"),
         (["sdpa", "math", "--kv-heads", "3"], "3 heads of keys"),
+        (["sdpa", "math", "--kv-heads", "0"], "kv_heads=0 must be at least 1"),
+        (["sdpa", "math", "--shape", "1", "2", "-3", "32"], "1, 2, -3, 32.* must be at least 1"),
         (["sdpa", "math", "--table", "t.txt"], "must end in .csv"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_the_argument(arguments, words, own, capsys):
-    assert main(["compare", *arguments, "--shape", "1", "2", "64", "32"]) == 2
+    shape = [] if "--shape" in arguments else ["--shape", "1", "2", "64", "32"]
+    assert main(["compare", *arguments, *shape]) == 2
     error = capsys.readouterr().err
     assert re.search(words, error) and error.count("\n") == 1
 

@@ -75,6 +75,16 @@ def test_masks_that_say_no_more_than_causal(additive, queries, hides):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 100, 64), (2, 100, 64)])
+@pytest.mark.parametrize("scale", [-0.1, 0.0])
+def test_without_a_gradient_a_scale_may_be_negative_or_zero(scale, shape):
+    """PyTorch's kernel of the CPU gives NaN there, if causal."""
+    inputs = [x.detach() for x in qkv(*shape, dtype=torch.bfloat16)]
+    o, ours = (sdpa(*inputs, is_causal=True, scale=scale, impl=i) for i in ("auto", "emulate"))
+    assert ours.isfinite().all()
+    torch.testing.assert_close(o, ours, rtol=2**-7, atol=2**-7)
+
+
 def test_safe_is_what_attention_computes():
     inputs = qkv(1, 2, 32, 16, dtype=torch.bfloat16)
     assert SAFE == FA2.replace(row_sum="refined") == PrecisionPolicy.parse("SAFE")
@@ -100,6 +110,7 @@ def test_autocast_casts_as_pytorch_does():
         (dict(dropout_p=1.1), ("dropout_p=1.1", "from 0 to 1")),
         (dict(policy="FA2+o=bf16:stochastic"), ("random bits", "lowprec.attention")),
         (dict(policy="SAVE"), ("SAVE", "SAFE")),
+        (dict(policy=None), ("'None'", "SAFE")),
         (dict(attn_mask=torch.ones(16, dtype=torch.bool)), ("attn_mask", "(16,)", "2 dimensions")),
         (dict(attn_mask=torch.ones(2, 1, 16, 16)), ("attn_mask", "(2, 1, 16, 16)", "broadcast")),
         (dict(attn_mask=torch.ones(1, 1, 1, 16, 16)), ("attn_mask", "broadcast")),

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import logging
 import math
+import re
 
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import lowprec
 from lowprec import Monitor, UserError
@@ -164,15 +166,15 @@ def test_logit_and_entropy():
 class Plain(nn.Module):
     """A layer of somebody else's, who calls PyTorch's function."""
 
-    def __init__(self, width=32, heads=2, causal=True):
+    def __init__(self, width=32, heads=2, causal=True, mask=None):
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads, self.causal, self.mask = heads, causal and mask is None, mask
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
         parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         split = (t.transpose(1, 2) for t in parts)
-        o = F.scaled_dot_product_attention(*split, is_causal=self.causal)
+        o = F.scaled_dot_product_attention(*split, self.mask, is_causal=self.causal)
         return x + self.out(o.transpose(1, 2).flatten(2))
 
 
@@ -185,6 +187,29 @@ def test_a_layer_that_calls_torch_is_watched_down_to_its_weights():
     exact = torch.cat([g.norm(dim=1) for g in grads])
     assert table.gradient.to_numpy() == pytest.approx(exact.tolist(), rel=0.02)
     assert (table["of"] == "W_Q").all()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(20, 20, dtype=torch.bool).tril(),
+        torch.full((20, 20), -math.inf).triu(1),
+        causal_upper_left(20, 20),
+        causal_lower_right(20, 20),
+    ],
+    ids=["booleans", "floats", "upper left", "lower right"],
+)
+def test_a_causal_mask_may_be_given_to_torch_in_any_form(mask):
+    tables, x = [], torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
+    for how in (dict(mask=mask), {}):
+        torch.manual_seed(0)
+        model = Plain(**how)
+        plain = model(x)
+        tables.append(watched(model, lambda model=model: model(x).square().sum()))
+        with Monitor(model):
+            assert torch.equal(model(x), plain)
+    for name in ("logit", "gradient", "common"):
+        assert tables[0][name].to_numpy() == pytest.approx(tables[1][name].to_numpy(), rel=1e-3)
 
 
 def test_without_a_linear_map_the_gradient_is_dq():
@@ -228,6 +253,20 @@ def test_it_rings_in_a_captured_layer_that_fails_and_not_in_its_twin(name, rings
     probed = lowprec.probe(capture, policy=capture.policy)
     assert probed.alarm.tolist() == [rings]
     assert table.common[0] == pytest.approx(probed.common[0], rel=0.05)
+
+
+def test_in_fp16_a_sequence_has_the_same_numbers_in_a_larger_batch():
+    """Errors of a small gradient, which a gradient in FP16 does not hold."""
+    capture = Capture.load(CAPTURES / "fa2-a-seed1-1520.xz")
+    layer, x, do = Layer(capture).float(), capture.tensors["x"], capture.tensors["do"]
+
+    def loss(batch):
+        with torch.autocast("cpu", torch.float16):
+            return (layer(x.float().expand(batch, -1, -1)) * (do / 64).half()).sum()
+
+    alone, two = (watched(layer, lambda n=n: loss(n), length=x.shape[1]) for n in (1, 2))
+    assert alone.alarm.all()
+    pd.testing.assert_frame_equal(two, alone)
 
 
 def planted(model):
@@ -304,6 +343,7 @@ LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
     [
         (None, True, {}, 4),
         (None, False, {}, "it is not causal"),
+        (torch.ones(1, 1, 4, 4, dtype=torch.bool), False, {}, "it is not causal"),
         (LOWER[None, None], False, {}, 4),
         (torch.zeros(1, 1, 4, 4).masked_fill(~LOWER, -1e9), False, {}, 4),
         (LOWER[None, None] & torch.tensor([True, True, True, False]), False, {}, 3),
@@ -331,8 +371,32 @@ def test_a_batch_padded_on_the_right_is_measured_up_to_its_padding(hub):
     table = watched(model, of_hub(model, ids, attention_mask=mask))
     alone = watched(model, of_hub(model, ids[:1, :30]))
     assert table.logit.to_numpy() == pytest.approx(alone.logit.to_numpy())
-    with pytest.raises(UserError, match="none of 2 calls of attention: its mask hides the first"):
-        watched(model, of_hub(model, ids, attention_mask=mask.flip(1)))
+
+
+@pytest.mark.parametrize("kind", ["padded", "short", "scaled"])
+def test_a_batch_that_cannot_be_measured_is_said_once_and_the_next_is_watched(hub, kind, caplog):
+    model, ids = llama(hub), tokens(2, 48)
+    mask = torch.ones_like(ids)
+    mask[0, :10] = 0
+    words, bad = {
+        "padded": ("its mask hides the first token", of_hub(model, ids, attention_mask=mask)),
+        "short": ("9 tokens; 16 and more are needed", of_hub(model, ids[:, :9])),
+        "scaled": ("not finite: .* scaled too far", lambda: of_hub(model, ids)() * math.inf),
+    }[kind]
+    monitor, found = Monitor(model, every=10), []
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        for loss in (bad, bad, of_hub(model, ids), bad):
+            loss().backward()
+            found.append(monitor.step())
+    assert [table is None for table in found] == [True, True, False, True]
+    assert len(caplog.messages) == 1 and re.search(words, caplog.text)
+
+
+def test_an_error_in_a_watched_forward_is_that_error():
+    model = Plain()
+    with Monitor(model), pytest.raises(IndexError, match="Dimension out of range"):
+        model(torch.randn(32))
+    assert not model._forward_hooks and F.scaled_dot_product_attention is SDPA
 
 
 def test_the_first_micro_batch_of_a_step_is_watched_and_no_pass_without_gradients():
@@ -353,23 +417,36 @@ def test_checkpointed_layers_have_the_same_numbers(hub):
     pd.testing.assert_frame_equal(watched(model, of_hub(model, ids)), plain)
 
 
-def test_a_compiled_model_is_watched_and_compiled_again_after_it():
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_compiled_model_is_watched_and_compiled_once(inner, fullgraph):
+    """Also where the monitor has the model that was compiled; other monitors change nothing."""
     torch.manual_seed(0)
     model, x = Plain(), torch.randn(2, 40, 32)
-    plain, calls = watched(model, lambda: model(x).square().sum()), []
+    plain, calls, graphs = watched(model, lambda: model(x).square().sum()), [], []
 
     def backend(graph, _):
+        graphs.append(graph)
         return lambda *inputs: calls.append(1) or graph(*inputs)
 
-    compiled = torch.compile(model, backend=backend)
-    monitor = Monitor(compiled, every=2)
-    for _ in range(2):
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    monitors = [Monitor(model if inner else compiled, every=2) for _ in range(2)]
+    for step in range(4):
         compiled(x).square().sum().backward()
-        table = monitor.step()
-        if table is not None:
-            pd.testing.assert_frame_equal(table, plain)
-            assert not calls, "the watched step is eager"
-    assert calls
+        for table in [monitor.step() for monitor in monitors]:
+            assert (table is None) == bool(step % 2)
+            if table is not None:
+                pd.testing.assert_frame_equal(table.assign(step=0), plain)
+        assert len(calls) == (step + 1) // 2, "a watched step is eager"
+    assert len(graphs) == 1
+
+
+def test_a_monitor_that_is_not_closed_ends_with_its_name():
+    model = Plain()
+    monitor = Monitor(model, every=1)
+    assert model._forward_hooks
+    del monitor
+    assert not model._forward_hooks
 
 
 class Scalars(list):

@@ -17,7 +17,7 @@ import torch
 
 from lowprec import UserError
 from lowprec.attention import attention
-from lowprec.attention.inputs import DTYPES, for_queries
+from lowprec.attention.inputs import DTYPES, causal_mask, for_queries
 from lowprec.attention.masks import Mask, Scores
 from lowprec.attention.operator import tell
 from lowprec.numerics.policy import ALL_FP32, FA2, SAFE, PrecisionPolicy
@@ -63,8 +63,9 @@ def sdpa(
 
     Raises `UserError` naming what is not supported.
     """
+    policy = getattr(policy, "text", policy)
     if _simple(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, impl, scores):
-        if _known(policy if isinstance(policy, str) else policy.text, query.dtype) == (False, True):
+        if _known(policy, query.dtype) == (False, True):
             return _pytorch(query, key, value, scale, attn_mask=attn_mask, is_causal=is_causal)
     if not 0 <= dropout_p <= 1:
         raise UserError(f"dropout_p={dropout_p} must be from 0 to 1")
@@ -77,7 +78,6 @@ def sdpa(
         raise UserError(
             f"query, key, value must share a dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
         )
-    policy = policy if isinstance(policy, str) else policy.text
     draws, alike = _known(policy, query.dtype)
     if draws:
         raise UserError(
@@ -140,6 +140,8 @@ def _pytorch(query, key, value, scale, attn_mask=None, is_causal=False):
     the heads that share a key are its queries, if each has one, and else the keys are repeated."""
     b, h, n, _ = query.shape
     theirs, alike = key.shape[1], key.shape[1] == value.shape[1]
+    if is_causal and scale is not None and scale <= 0:  # its kernel of the CPU would give NaN
+        attn_mask, is_causal = causal_mask(n, n, query.device), False
     if attn_mask is not None and alike and h != theirs and n == 1:
         query = query.reshape(b, theirs, h // theirs, -1)
         if attn_mask.dim() == 4 and attn_mask.shape[1] > 1:

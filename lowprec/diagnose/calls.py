@@ -19,12 +19,14 @@ UNLIKE = dict(softcap="a soft cap", position_bias="a bias of positions", s_aux="
 here, in words."""
 ASKED = ("cache", "head_mask", "output_attentions")
 """Those that a caller can leave out."""
+HIDDEN = "its mask hides the first token"
 
 
 class Linears:
     """What the linear maps of a model read and put out, from one call of attention to the next.
 
-    A context manager: inside, hooks are on all modules of the model.
+    A context manager: inside, hooks are on all modules in the model. Itself it has none: it may be
+    going through its hooks when they are taken away.
     """
 
     def __init__(self, model: nn.Module):
@@ -32,7 +34,7 @@ class Linears:
 
     def __enter__(self):
         self.hooks, self.inside = [], [self.model]
-        for module in self.model.modules():
+        for module in list(self.model.modules())[1:]:
             self.hooks.append(module.register_forward_pre_hook(self._enter))
             self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
         return self
@@ -138,7 +140,7 @@ class Queries:
         """The gradient of the output of each map, as the map put it out."""
         whole = dq
         if dq.shape != self.q.shape:
-            whole = torch.zeros_like(self.q)
+            whole = torch.zeros_like(self.q, dtype=dq.dtype)
             whole[: len(dq), :, : dq.shape[2]] = dq
         outs = [y for _, _, y in self.maps]
         whole, size = _scaled(whole, self.q.dtype)
@@ -281,6 +283,8 @@ def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=No
     if mask is not None:
         seen = mask[:count] == 0 if mask.is_floating_point() and mask.dim() > 2 else mask[:count]
         if mask.dim() > 2:
+            if seen[..., :1, 1:2].any():
+                return "it is not causal"
             lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
             wrong = (seen.bool() != lower).reshape(-1, length, length).any(0).nonzero()
             ends.append(int(wrong.amax(1).min()) if len(wrong) else length)
@@ -289,7 +293,7 @@ def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=No
     if positions is not None and positions.dim() == 2:
         breaks = (positions[:count].diff(dim=1) != 1).any(0).nonzero()
         ends.append(int(breaks.min()) + 1 if len(breaks) else length)
-    return min(ends) or "its mask hides the first token"
+    return min(ends) or HIDDEN
 
 
 def _why_not(model, module, window, length: int) -> str:

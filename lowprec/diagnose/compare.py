@@ -25,6 +25,7 @@ from lowprec.attention.reference import oracle
 from lowprec.diagnose import drift
 from lowprec.diagnose.contenders import Inputs, plain
 from lowprec.numerics.formats import Format, round_to, ulp
+from lowprec.numerics.policy import SITES
 from lowprec.publish import plots
 from lowprec.publish.labels import row_panels
 
@@ -190,12 +191,16 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
     """How functions err on inputs: a row an input, function and quantity, columns as in COLUMNS.
 
     functions: who -> call. twice: run each twice; `.attrs["unsteady"]` has (who, input, of,
-    relative difference) of what differs. `.attrs["forward"]` has who gives no gradients.
+    relative difference) of what differs. `.attrs["forward"]` has who gives no gradients, and
+    `.attrs["coarse"]` who is a policy with a format coarser than the inputs', and which.
     """
-    rows, unsteady, forward = [], [], []
+    rows, unsteady, forward, coarse = [], [], [], {}
     for some in inputs:
         exact = Exact(some, draws)
         for who, call in functions.items():
+            fmt = _coarsest(call)
+            if fmt is not None and fmt.significand_bits < exact.fmt.significand_bits:
+                coarse[who] = fmt.name
             found = run(call, some, who)
             rows += exact.rows(who, found)
             forward += [who] * ("dQ" not in found and who not in forward)
@@ -206,8 +211,15 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
                 if not torch.equal(again[of].nan_to_num(), x.nan_to_num())
             ]
     table = pd.DataFrame(rows)
-    table.attrs.update(unsteady=unsteady, forward=forward)
+    table.attrs.update(unsteady=unsteady, forward=forward, coarse=coarse)
     return judged(table)
+
+
+def _coarsest(call) -> Format | None:
+    """That of all that a policy stores; None for another function."""
+    policy = getattr(call, "policy", None)
+    sites = [] if policy is None else [policy.inputs, *(getattr(policy, site) for site in SITES)]
+    return min((x.fmt for x in sites), key=lambda fmt: fmt.significand_bits, default=None)
 
 
 # In words
@@ -304,6 +316,8 @@ def _of_one(table, name: str) -> str:
             )
         sure = bad.clear.any() or (bad.ulps > ULPS).any()
         so = "not rounding alone" if sure else "a bug, or rounding in other places"
+        if fmt := table.attrs["coarse"].get(row.who):
+            so = f"it rounds to {fmt}, which is coarser than the inputs"
         return f"{', '.join(parts)} ({row.input}): {so}."
     row = table[table.of != "δ"].sort_values("times").iloc[-1]
     rule = f"nothing errs more than {_times(row.times)} as much as a plain attention"

@@ -76,6 +76,7 @@ def of_policy(policy) -> Callable:
     def call(q, k, v, is_causal=False, scale=None, **_):
         return attention(q, k, v, policy, is_causal, scale, impl="emulate")
 
+    call.policy = PrecisionPolicy.parse(policy)
     return call
 
 
@@ -144,8 +145,10 @@ def _imported(text: str, argument: str) -> Callable:
 
 def drawn(shape=(1, 4, 256, 64), kv_heads=None, causal=True, seed=0, dtype=torch.bfloat16):
     """Normal inputs of shape (B, H, T, D): `Inputs`, all keys apart."""
-    g = torch.Generator().manual_seed(seed)
-    heads = (shape[1], kv_heads or shape[1], kv_heads or shape[1], shape[1])
+    kv_heads = shape[1] if kv_heads is None else kv_heads
+    if min(*shape, kv_heads) < 1:
+        raise UserError(f"shape={tuple(shape)} and kv_heads={kv_heads} must be at least 1 each")
+    g, heads = torch.Generator().manual_seed(seed), (shape[1], kv_heads, kv_heads, shape[1])
     tensors = (torch.randn(shape[0], h, *shape[2:], generator=g).to(dtype) for h in heads)
     return Inputs(f"random, seed {seed}", *tensors, causal, shape[-1] ** -0.5)
 
@@ -196,19 +199,37 @@ def read(path, causal: bool | None = None) -> Inputs:
         with safe_open(path, "pt") as file:
             about, names = file.metadata() or {}, list(file.keys())
             tensors = {n: file.get_tensor(n) for n in ("q", "k", "v", "do") if n in names}
-        causal = bool(json.loads(about.get("causal", str(bool(causal))).lower()))
-        scale = json.loads(about.get("scale", "null").replace("None", "null"))
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"--on: {path} cannot be read as safetensors ({error})") from None
     if lacking := [n for n in ("q", "k", "v", "do") if n not in tensors]:
         raise UserError(
             f"--on: {path} has no tensor {', '.join(lacking)}; it has {', '.join(names)}"
         )
     try:
+        causal, scale = _said(about, causal)
         scale = check_inputs(*(tensors[n] for n in "qkv"), causal, scale, tensors["do"])
+        if (ours := tensors["q"].shape[3]) != (theirs := tensors["v"].shape[3]):
+            raise UserError(f"v and do must have q's head_dim, {ours}, not {theirs}")
+        for n, x in tensors.items():
+            if not x.float().isfinite().all():
+                raise UserError(f"{n} has numbers that are not finite; take other inputs")
     except UserError as error:
         raise UserError(f"--on: {path}: {error}") from None
     return Inputs(path.stem, *tensors.values(), causal, scale)
+
+
+def _said(about: dict, causal) -> tuple[bool, float | None]:
+    """`causal` and `scale` of metadata, also as Python writes them."""
+    said, scale = about.get("causal", str(bool(causal))), about.get("scale", "null")
+    if said.lower() not in ("true", "false"):
+        raise UserError(f"its metadata has causal={said}; write true or false")
+    try:
+        number = None if scale in ("null", "None") else float(scale)
+    except ValueError:
+        number = math.nan
+    if number is not None and not math.isfinite(number):
+        raise UserError(f"its metadata has scale={scale}; write a number or null")
+    return said.lower() == "true", number
 
 
 def write(inputs: Inputs, path, **about: str) -> None:

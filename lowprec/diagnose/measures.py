@@ -189,8 +189,8 @@ def backward(q, k, v, do, full_q, full_k, policy, scale, tile=None, layer=None):
     """((dq, dk, dv) of the emulation, what `measure` needs), all (B, H, ...)."""
     if not all(x.isfinite().all() for x in (q, k, v, do)):
         raise UserError(
-            f"attention of layer {layer} has numbers that are not finite: the model has failed "
-            "already; give a checkpoint or a capture from before that"
+            f"attention of layer {layer} has numbers that are not finite: the model has failed, "
+            "or its loss is scaled too far; read a checkpoint or a capture from before that"
         )
     if policy.draws:  # random bits count the heads of the call
         parts = [(slice(b, b + 1), slice(None), slice(None)) for b in range(len(q))]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 import weakref
 from pathlib import Path
 
@@ -73,6 +74,8 @@ class Monitor:
     alarm is a warning of the logger "lowprec.monitor", when a head begins to ring.
     """
 
+    watch = None
+
     def __init__(
         self, model, every=50, path=None, *, writer=None, policy=None, sequences=1, length=512,
         step=0,
@@ -90,7 +93,7 @@ class Monitor:
             runs.require_writable(self.path)
         self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
         self.table, self.left_out, self.ringing, self.seen = None, {}, set(), False
-        self.known, self.watch = weakref.WeakKeyDictionary(), None
+        self.known = weakref.WeakKeyDictionary()
         self._await(step)
 
     def __enter__(self):
@@ -98,6 +101,10 @@ class Monitor:
 
     def __exit__(self, *_):
         self.close()
+
+    def __del__(self, over=sys.is_finalizing):
+        if not over():
+            self.close()
 
     def close(self):
         """Take all hooks away; the file is whole after every step."""
@@ -109,7 +116,7 @@ class Monitor:
         """Call it after every step's last backward; the table of a watched step, else None.
 
         step: its number, where the loop counts otherwise. Every rank of a group calls it. Raises
-        `UserError` if the first watched step shows no attention.
+        `UserError` if the first watched step shows no attention that a batch could let it measure.
         """
         step, watch = self.now if step is None else step, self.watch
         self.close()
@@ -148,7 +155,7 @@ class Monitor:
             self.watch = Watch(self.model, known=self.known, **how)
 
     def _finish(self, step, watch):
-        self.left_out = dict(watch.left_out)
+        first, self.left_out = not self.left_out, dict(watch.left_out)
         if not self.seen:
             _require_seen(watch)
         rows = [
@@ -162,6 +169,9 @@ class Monitor:
             some = "; ".join(f"{layer}: {why}" for layer, why in sorted(watch.left_out.items()))
             log.warning("layers that are not watched: %s", some)
         if not rows:
+            if first and not self.seen:
+                why = next(iter(watch.left_out.values()))
+                log.warning("step %d: nothing was measured (%s); the next is watched", step, why)
             return None
         self.seen = True
         table = pd.DataFrame(rows).assign(step=step)
@@ -211,10 +221,11 @@ def _require_seen(watch):
             "the monitor saw no attention: it watches lowprec's, transformers' registry and "
             "torch.nn.functional.scaled_dot_product_attention, called by that name"
         )
-    if len(watch.left_out) == watch.count:
+    if len(watch.left_out) < watch.count:
+        raise UserError("the monitor saw no backward through attention: call step() after backward")
+    if not watch.another:
         why = ", ".join(dict.fromkeys(watch.left_out.values()))
         raise UserError(f"the monitor can watch none of {watch.count} calls of attention: {why}")
-    raise UserError("the monitor saw no backward through attention: call step() after backward")
 
 
 def _rank() -> int:

@@ -5,6 +5,7 @@ What is measured, and when it is an alarm, is in `lowprec.diagnose.measures`.
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -43,10 +44,11 @@ def probe(
     progress: a line on stderr that counts the calls of attention, forward and backward, and one
         more where the tokens of a text are not the model's.
 
-    The model runs in float32, and attention reads BF16 and rounds as the policy says. One row a
-    layer and head, with the columns of `COLUMNS`. Exact is float64, on the q, k, v and do that
-    attention got. Raises `UserError` for a path that is none of these, a model without causal
-    attention, too little text, one that has failed, or one that is too large for the GPU.
+    The model runs in float32, one of another dtype as a copy that lies beside it, and attention
+    reads BF16 and rounds as the policy says. One row a layer and head, with the columns of
+    `COLUMNS`. Exact is float64, on the q, k, v and do that attention got. Raises `UserError` for a
+    path or a model that is none of these, a model without causal attention, too little text, one
+    that has failed, or one that is too large for the GPU.
     """
     if sequences < 1 or length < 1:
         raise UserError(f"sequences={sequences} and length={length} must be at least 1")
@@ -69,6 +71,12 @@ def probe(
     if isinstance(model, Capture):
         call = _capture_call(model, policy)
         return measures.table([call], f"{model.path.name}, with its own text")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not isinstance(model, GPT) and not hasattr(getattr(model, "config", 0), "get_text_config"):
+        raise UserError(
+            f"a {type(model).__name__} is no transformers model, GPT or Capture; take "
+            "lowprec.Monitor, which watches any module while it trains"
+        )
     c = model.config if isinstance(model, GPT) else model.config.get_text_config()
     limit = getattr(c, "block_size" if isinstance(model, GPT) else "max_position_embeddings", None)
     length = min(length, limit or length)  # some have no limit
@@ -82,9 +90,12 @@ def probe(
         print(f"lowprec: the model reads {words}", file=sys.stderr)
     size = " x ".join(map(str, tokens.shape))
     layers = c.n_layer if isinstance(model, GPT) else getattr(c, "num_hidden_layers", None)
-    on = next(model.parameters()).device
+    on, modes = next(model.parameters()).device, {m: m.training for m in model.modules()}
     try:
-        with tqdm(
+        if any(p.dtype != torch.float32 for p in model.parameters() if p.is_floating_point()):
+            model = copy.deepcopy(model).float()
+        # what is compiled calls no hooks
+        with torch.compiler.set_stance("force_eager"), tqdm(
             desc=f"probe, on the {'GPU' if on.type == 'cuda' else 'CPU'}", unit=" calls",
             total=layers and 2 * layers, disable=not progress, leave=False, dynamic_ncols=True,
         ) as bar:  # fmt: skip
@@ -94,6 +105,9 @@ def probe(
         raise UserError(
             f"{size} tokens do not fit on the GPU with this model; take fewer, or device cpu"
         ) from None
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def verdict(table: pd.DataFrame) -> str:

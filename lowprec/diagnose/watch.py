@@ -21,7 +21,7 @@ from torch.library import CustomOpDef
 from lowprec import UserError
 from lowprec.attention import operator
 from lowprec.diagnose import measures
-from lowprec.diagnose.calls import Linears, plain_length
+from lowprec.diagnose.calls import HIDDEN, Linears, plain_length
 from lowprec.numerics.policy import FA2, PrecisionPolicy
 
 OPERATOR = next(
@@ -38,6 +38,9 @@ UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "cu_seq_len
 USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "fp16"))}
 """What production kernels do, where it is not FA2."""
 
+STEPS: list[Watch] = []
+"""Those whose step is under way: in it nothing runs compiled."""
+STANCE: list = []
 INSIDE: list[Watch] = []
 """Those whose forward is under way."""
 REPLACED: list[tuple] = []
@@ -47,6 +50,7 @@ class Watch:
     """One forward and backward of a model whose calls of attention are measured.
 
     found: a call's number to its columns and what its gradients are of; left_out: to the reason.
+    another: whether one was left out that may be measured in another batch.
     called: whether a forward with gradients was seen. Only the first of them is watched, and of it
     the first `sequences` and `length` tokens, which a causal model reads as if they were all.
     Dropout inside attention is left out of what is measured.
@@ -57,26 +61,26 @@ class Watch:
         self.policy = None if policy is None else PrecisionPolicy.parse(policy)
         self.sequences, self.length = sequences, length
         self.known = weakref.WeakKeyDictionary() if known is None else known
-        self.found, self.left_out, self.count, self.called = {}, {}, 0, False
+        self.found, self.left_out, self.count = {}, {}, 0
+        self.called = self.another = False
         self.linears = Linears(self.model)
         self.hooks = [
             self.model.register_forward_pre_hook(self._begin),
             self.model.register_forward_hook(self._end, always_call=True),
         ]
-        # what is compiled calls neither hooks nor doors; off for this forward, if there is any
-        self.eager = torch.compiler.set_stance("force_eager") if _compiled(model) else None
+        if not STEPS:  # what is compiled calls neither hooks nor doors
+            STANCE.append(torch.compiler.set_stance("force_eager"))
+        STEPS.append(self)
 
     def stop(self):
         """Take everything away that was put in; the hooks on outputs stay until their backward."""
         self._end()
-        self._compile_again()
         for hook in self.hooks:
             hook.remove()
-
-    def _compile_again(self):
-        if self.eager is not None:
-            self.eager.__exit__(None, None, None)
-            self.eager = None
+        if self in STEPS:
+            STEPS.remove(self)
+        while not STEPS and STANCE:
+            STANCE.pop().__exit__(None, None, None)
 
     def _begin(self, *_):
         if self.called or not torch.is_grad_enabled():
@@ -89,7 +93,6 @@ class Watch:
         if self in INSIDE:
             _shut(self)
             self.linears.__exit__()
-            self._compile_again()
 
     def saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, turned=False, **how):
         """A call of attention in the watched forward; turned: o is (B, T, H, D)."""
@@ -109,9 +112,15 @@ class Watch:
         mask, window = _said(mask, causal, q, how)
         length = plain_length(mask, causal, q, k, window, how.get("position_ids"), count)
         if isinstance(length, str):
+            self.another |= length == HIDDEN
             self.left_out[layer] = length
             return
-        part = (slice(count), slice(None), slice(min(length, self.length)))
+        length = min(length, self.length)
+        if count * length < measures.BLOCKS:
+            self.another = True
+            self.left_out[layer] = f"{count * length} tokens; {measures.BLOCKS} and more are needed"
+            return
+        part = (slice(count), slice(None), slice(length))
         full = [x.detach()[part] for x in (q, k, v)]
         ours = policy is not None
         policy = self.policy or PrecisionPolicy.parse(policy or USUAL.get(q.dtype, FA2))
@@ -131,6 +140,7 @@ class Watch:
             try:
                 self.found[layer] = measures.measure(call), own.of
             except (UserError, RuntimeError) as error:  # a training goes on whatever is measured
+                self.another = True
                 self.left_out[layer] = str(error)
 
         o.register_hook(measure)
@@ -150,16 +160,6 @@ def _said(mask, causal, q, how):
 
 def _short(x):
     return x if x.dtype in (torch.bfloat16, torch.float16) else x.bfloat16()
-
-
-def _compiled(model) -> bool:
-    """Whether torch.compile has taken the model, a part of it, or a method."""
-    return any(
-        hasattr(module, "_orig_mod")
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or any(hasattr(x, "_torchdynamo_orig_callable") for x in vars(module).values())
-        for module in (model, *model.modules())
-    )
 
 
 # Doors: each calls what was there before and tells all watches inside a forward what it saw
@@ -187,7 +187,11 @@ def _replace(where, name, door):
 
 def _torch(original):
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **how):
+        if hasattr(attn_mask, "_dispatch"):  # a CausalBias: it calls the function by its name
+            return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, **how)
         o = original(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        if torch.is_tensor(attn_mask) and attn_mask.dim() == 2:  # of queries and keys, not tokens
+            attn_mask = attn_mask[None]
         for watch in INSIDE:
             watch.saw(query, key, value, o, attn_mask, is_causal, how.get("scale"))
         return o
