@@ -30,7 +30,8 @@ def loss(onset=None, steps=1200):
 
 
 def run(arm, seed, policy, values):
-    info = dict(arm=arm, config=dict(policy=policy, seed=seed), hardware="NVIDIA H200")
+    config = dict(policy=policy, seed=seed)
+    info = dict(arm=arm, config=config, hardware="NVIDIA H200", ended="completed")
     made = Run(Path("mini") / f"{arm}-seed{seed}", info)
     made.__dict__["metrics"] = pd.DataFrame(dict(step=range(len(values)), loss=values))
     return made
