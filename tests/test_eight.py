@@ -149,6 +149,10 @@ def test_a_record_is_what_was_trained(tmp_path, monkeypatch, capsys):
     assert found.ending("2^13 nearest spurious", "skipped").tolist() == [4, 4]
     assert found.left("1 random", "1 random").mean == 1
     assert list(found.above("1 random", "1 random")) == [False, False]
+    ends = found.ends[["arm", "seed", "loss", "norm", "ended"]]
+    rates = [ends.assign(rate=rate, skipped=0) for rate in (0.00003, 0.0001)]
+    eight.save(tmp_path, "rates", {}, rates)  # a rate is a key, and kept as it is
+    assert len(eight.load(tmp_path, "rates")[1].dropna(subset="skipped")) == 2 * len(ends)
     with pytest.raises(UserError, match="there is no record text"):
         eight.read("text", tmp_path)
 

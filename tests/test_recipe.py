@@ -190,7 +190,7 @@ def test_a_group_of_zeros_stays_zero_and_one_with_nan_is_lost_as_a_whole():
     assert got[3].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("option", ["", ",pow2", ",mx", ",times", ",expand"])
+@pytest.mark.parametrize("option", ["", ",pow2", ",mx", ",times", ",pow2,times", ",expand"])
 @pytest.mark.parametrize("top", [1e-45, 1e-40, 2.0**-126, 1e-30, 1e30, 3e38])
 def test_no_size_of_a_group_makes_its_scale_zero_or_infinite(option, top):
     q = quantise(torch.tensor([[top, top / 3]]), Cast.parse("e4m3_saturate@tensor" + option))

@@ -41,6 +41,7 @@ USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "
 STEPS: list[Watch] = []
 """Those whose step is under way: in it nothing runs compiled."""
 STANCE: list = []
+"""What holds off compiled code in these steps, one at most."""
 INSIDE: list[Watch] = []
 """Those whose forward is under way."""
 REPLACED: list[tuple] = []
