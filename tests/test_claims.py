@@ -470,6 +470,7 @@ def test_a_lock_has_a_line_a_claim_with_six_digits(accepted):
     assert claims.lock("a_bias", notebooks) == claims.locks(notebooks)["a_bias"] == {
         "claims": {"bias": {"n": 8, "value": -0.123457, "verdict": "supported"}},
         "facts": {"low": "8 of 8", "share": 0.03125},
+        "hardware": notebook.hardware(),
     }  # fmt: skip
     assert claims.recorded(notebooks)["bias"].text == "−0.1235"
     again = (notebooks / "a_bias.lock.json").read_bytes()
@@ -524,6 +525,28 @@ def test_what_the_lock_does_not_say_stops_the_build(accepted, value, n, sentence
             continue
         with pytest.raises(UserError, match=sentence):
             claims.compare(page, [record], {}, notebooks)
+
+
+def test_on_another_machine_the_verdict_stands_and_the_value_may_differ(accepted):
+    notebooks = accepted(facts={"share": 0.03125})
+    here, there = notebook.hardware(), "8-core CPU (another)"
+
+    def held(value, n, facts, hardware):
+        record = claims.check("bias", value, n, folder=notebooks).as_dict()
+        claims.compare("a_bias", [record], facts, notebooks, hardware)
+
+    held(-0.3, 8, {"share": 0.04}, there)
+    for value, n, facts, sentence in [
+        (1, 8, {"share": 0.04}, "verdict is refuted"),
+        (-0.3, 9, {"share": 0.04}, "n is 9"),
+        (-0.3, 8, {}, "fact share of a_bias is nothing"),
+    ]:
+        with pytest.raises(UserError, match=sentence):
+            held(value, n, facts, there)
+    with pytest.raises(UserError, match="value is -0.3 .* says -0.25"):
+        held(-0.3, 8, {"share": 0.03125}, here)
+    with pytest.raises(UserError, match="fact share of a_bias is 0.04"):
+        held(-0.25, 8, {"share": 0.04}, here)
 
 
 def test_a_claim_is_checked_on_its_own_page(accepted):

@@ -237,7 +237,8 @@ def show(*ids: str, folder: Path | None = None) -> None:
 
 
 def lock(page: str, folder: Path | None = None) -> dict:
-    """The lock of a page: {"claims": {id: entry}, "facts": {name: value}}, see `evidence.locks`."""
+    """The lock of a page: {"claims": {id: entry}, "facts": {name: value}, "hardware": text}, see
+    `evidence.locks`."""
     return read_lock(page, Path(folder or pages_folder()))
 
 
@@ -263,11 +264,14 @@ def recorded(folder: Path | None = None) -> dict[str, Result]:
 
 
 def compare(page: str, verdicts: list[dict], facts: dict | None = None,
-            folder: Path | None = None) -> None:  # fmt: skip
+            folder: Path | None = None, hardware: str | None = None) -> None:  # fmt: skip
     """Raise `UserError` for the first verdict or fact of an executed page that its lock has
     otherwise: another verdict or n, a value off by more than a thousandth, another fact.
 
     page: its name below notebooks/; a claim of the book is checked on its own page, or in a fork.
+    hardware: where it was executed. Elsewhere than the lock says FP32 sums may have another order,
+    which a page amplifies as it rounds or trains: verdict, n and the names of facts are compared,
+    and neither values nor what facts say.
     """
     folder = Path(folder or pages_folder())
     of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith(("forks/", "_"))
@@ -282,13 +286,15 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
                 f"claim {claim.id} is checked in {page} and stands in {claim.page}.claims.yml: "
                 "move it, or call claims.show here"
             )
-        held = read_lock(claim.page, folder)["claims"].get(claim.id)
+        of_page = read_lock(claim.page, folder)
+        held = of_page["claims"].get(claim.id)
         if held is None:
             raise UserError(
                 f"claim {claim.id} is {result.verdict} ({result.measured()}) and "
                 f"{claim.page}.lock.json does not have it: {_mend(claim.page)}"
             )
-        for key in ("verdict", "n", "value"):
+        here = hardware in (None, of_page["hardware"])
+        for key in ("verdict", "n", "value") if here else ("verdict", "n"):
             now, then = getattr(result, key), held[key]
             if not (alike(now, then) if key == "value" else now == then):
                 raise UserError(
@@ -296,12 +302,15 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
                     f"{claim.page}.lock.json says {then}: {_mend(claim.page)}"
                 )
     if of_book:
-        _compare_facts(page, facts or {}, read_lock(page, folder)["facts"])
+        of_page = read_lock(page, folder)
+        here = hardware in (None, of_page["hardware"])
+        _compare_facts(page, facts or {}, of_page["facts"], names_only=not here)
 
 
-def _compare_facts(page: str, facts: dict, held: dict) -> None:
+def _compare_facts(page: str, facts: dict, held: dict, names_only: bool) -> None:
     for name in sorted(facts.keys() | held.keys()):
-        if not (name in facts and name in held and alike(facts[name], held[name])):
+        both = name in facts and name in held
+        if not (both and (names_only or alike(facts[name], held[name]))):
             now, then = (repr(some[name]) if name in some else "nothing" for some in (facts, held))
             raise UserError(f"fact {name} of {page} is {now} and {page}.lock.json says {then}: "
                             f"{_mend(page)}")  # fmt: skip
@@ -329,7 +338,7 @@ def accept(page: str, root: Path) -> list[str]:
     try:
         held = read_lock(page, folder)
     except UserError:  # damaged, which is what a new one mends
-        held = {"claims": {}, "facts": {}}
+        held = {"claims": {}, "facts": {}, "hardware": ""}
     registry, entries = load(folder), {}
     for result in map(Result.from_dict, about["verdicts"]):
         if result.registered and result.claim.page == page:
@@ -338,7 +347,7 @@ def accept(page: str, root: Path) -> list[str]:
                 _named(result.claim.id, registry, folder), result, then, root
             )
     facts = rounded(about.get("facts", {}))
-    write_lock(page, folder, entries, facts)
+    write_lock(page, folder, entries, facts, about["hardware"])
     return _changes(held["claims"], entries) + _changes(held["facts"], facts)
 
 

@@ -4,10 +4,11 @@
 claim, its value and n, and the named facts that prose uses, so that any document can cite a page
 without executing it, and a change of either is a line of a diff.
 
-    claims   {id: {verdict, value, n, interval, by, first_run}}; the last three only where there are
-             some. by: what each unit gave. first_run: the commit at which it was first judged
-    facts    {name: a text or a number}
-    digest   of both: a lock is written by `python -m lowprec claims --accept`, and never by hand
+    claims     {id: {verdict, value, n, interval, by, first_run}}; the last three only where there
+               are some. by: what each unit gave. first_run: the commit at which it was first judged
+    facts      {name: a text or a number}
+    hardware   where the page was executed: elsewhere FP32 sums may have another order
+    digest     of all three: a lock is written by `python -m lowprec claims --accept`, never by hand
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ def lock_path(page: str, folder: Path) -> Path:
 
 
 def read_lock(page: str, folder: Path) -> dict:
-    """{"claims": ..., "facts": ...} of a page, both empty for one that was never accepted.
+    """{"claims", "facts", "hardware"} of a page, empty for one that was never accepted.
 
     Raises `UserError` for a lock that is no JSON or that was changed by hand.
     """
     path = lock_path(page, folder)
     if not path.is_file():
-        return {"claims": {}, "facts": {}}
+        return {"claims": {}, "facts": {}, "hardware": ""}
     mend = f"run `python -m lowprec claims --accept {page}`, which writes it from the executed page"
     try:
         lock = json.loads(path.read_text())
-        held = {"claims": lock["claims"], "facts": lock["facts"]}
+        held = {key: lock[key] for key in ("claims", "facts", "hardware")}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path.name} is no lock: {mend}") from None
     if lock.get("digest") != _digest(held):
@@ -43,13 +44,13 @@ def read_lock(page: str, folder: Path) -> dict:
     return held
 
 
-def write_lock(page: str, folder: Path, claims: dict, facts: dict) -> Path:
+def write_lock(page: str, folder: Path, claims: dict, facts: dict, hardware: str = "") -> Path:
     """Write a page's lock, a line a claim and a line a fact, sorted; returns its path."""
     from lowprec.records.files import write_atomic
 
-    held = {"claims": claims, "facts": facts}
-    parts = [f'"{key}": {_lines(held[key])}' for key in held]
-    parts.append(f'"digest": "{_digest(held)}"')
+    held = {"claims": claims, "facts": facts, "hardware": hardware}
+    parts = [f'"{key}": {_lines(held[key])}' for key in ("claims", "facts")]
+    parts += [f'"hardware": {_line(hardware)}', f'"digest": "{_digest(held)}"']
     text = "{\n" + ",\n".join(parts) + "\n}\n"
     write_atomic(lock_path(page, folder), lambda file: file.write(text.encode()))
     return lock_path(page, folder)

@@ -190,7 +190,7 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
 
         about = nb.metadata["lowprec"]
         try:
-            claims.compare(name, about["verdicts"], about["facts"])
+            claims.compare(name, about["verdicts"], about["facts"], hardware=about["hardware"])
         except UserError:  # a page of the book is kept for `claims --accept`
             if root / "notebooks" in source.resolve().parents:
                 put(root / "build" / "changed" / f"{name}.ipynb")

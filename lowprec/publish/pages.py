@@ -163,7 +163,8 @@ def check_coverage(registry, executed, sources: Path) -> dict[str, Result]:
     results = {}
     for name, nb in executed.items():
         about = nb["metadata"]["lowprec"]
-        claims.compare(name, about["verdicts"], about.get("facts"), sources)
+        facts, hardware = about.get("facts"), about["hardware"]
+        claims.compare(name, about["verdicts"], facts, sources, hardware)
         of_page = map(Result.from_dict, about["verdicts"])
         results |= {result.claim.id: result for result in of_page if result.registered}
     for claim in registry.values():
