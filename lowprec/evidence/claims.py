@@ -297,9 +297,10 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
         for key in ("verdict", "n", "value") if here else ("verdict", "n"):
             now, then = getattr(result, key), held[key]
             if not (alike(now, then) if key == "value" else now == then):
+                other = "" if here else f" on a {of_page['hardware']}, which sums in another order"
                 raise UserError(
                     f"claim {claim.id}: {key} is {now} ({result.measured()}) and "
-                    f"{claim.page}.lock.json says {then}: {_mend(claim.page)}"
+                    f"{claim.page}.lock.json says {then}{other}: {_mend(claim.page)}"
                 )
     if of_book:
         of_page = read_lock(page, folder)
