@@ -533,9 +533,10 @@ def test_on_another_machine_the_verdict_stands_and_the_value_may_differ(accepted
 
     def held(value, n, facts, hardware):
         record = claims.check("bias", value, n, folder=notebooks).as_dict()
-        claims.compare("a_bias", [record], facts, notebooks, hardware)
+        return claims.compare("a_bias", [record], facts, notebooks, hardware)
 
-    held(-0.3, 8, {"share": 0.04}, there)
+    assert held(-0.3, 8, {"share": 0.04}, there) == ["bias", "share"]
+    assert held(-0.25, 8, {"share": 0.03125}, there) == []
     for value, n, facts, sentence in [
         (1, 8, {"share": 0.04}, f"is refuted .* says supported on a {re.escape(here)}, which"),
         (-0.3, 9, {"share": 0.04}, "n is 9"),

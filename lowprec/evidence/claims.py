@@ -264,19 +264,20 @@ def recorded(folder: Path | None = None) -> dict[str, Result]:
 
 
 def compare(page: str, verdicts: list[dict], facts: dict | None = None,
-            folder: Path | None = None, hardware: str | None = None) -> None:  # fmt: skip
+            folder: Path | None = None, hardware: str | None = None) -> list[str]:  # fmt: skip
     """Raise `UserError` for the first verdict or fact of an executed page that its lock has
     otherwise: another verdict or n, a value off by more than a thousandth, another fact.
 
     page: its name below notebooks/; a claim of the book is checked on its own page, or in a fork.
     hardware: where it was executed. Elsewhere than the lock says FP32 sums may have another order,
     which a page amplifies as it rounds or trains: verdict, n and the names of facts are compared,
-    and neither values nor what facts say.
+    and neither values nor what facts say; returns the names of those that differ.
     """
     folder = Path(folder or pages_folder())
     of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith(("forks/", "_"))
     if page.startswith("forks/"):
         refuse_shadowed(page, folder)
+    differ = []
     for result in map(Result.from_dict, verdicts):
         if not result.registered:
             continue
@@ -294,9 +295,11 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
                 f"{claim.page}.lock.json does not have it: {_mend(claim.page)}"
             )
         here = hardware in (None, of_page["hardware"])
-        for key in ("verdict", "n", "value") if here else ("verdict", "n"):
+        for key in ("verdict", "n", "value"):
             now, then = getattr(result, key), held[key]
-            if not (alike(now, then) if key == "value" else now == then):
+            if key == "value" and not here:
+                differ += [] if alike(now, then) else [claim.id]
+            elif not (alike(now, then) if key == "value" else now == then):
                 other = "" if here else f" on a {of_page['hardware']}, which sums in another order"
                 raise UserError(
                     f"claim {claim.id}: {key} is {now} ({result.measured()}) and "
@@ -305,16 +308,23 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
     if of_book:
         of_page = read_lock(page, folder)
         here = hardware in (None, of_page["hardware"])
-        _compare_facts(page, facts or {}, of_page["facts"], names_only=not here)
+        differ += _compare_facts(page, facts or {}, of_page["facts"], names_only=not here)
+    return differ
 
 
-def _compare_facts(page: str, facts: dict, held: dict, names_only: bool) -> None:
+def _compare_facts(page: str, facts: dict, held: dict, names_only: bool) -> list[str]:
+    """The names of facts that differ, if their names are all that has to be the same."""
+    differ = []
     for name in sorted(facts.keys() | held.keys()):
-        both = name in facts and name in held
-        if not (both and (names_only or alike(facts[name], held[name]))):
+        if name in facts and name in held and alike(facts[name], held[name]):
+            continue
+        if names_only and name in facts and name in held:
+            differ.append(name)
+        else:
             now, then = (repr(some[name]) if name in some else "nothing" for some in (facts, held))
             raise UserError(f"fact {name} of {page} is {now} and {page}.lock.json says {then}: "
                             f"{_mend(page)}")  # fmt: skip
+    return differ
 
 
 def _mend(page: str) -> str:

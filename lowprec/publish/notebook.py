@@ -189,12 +189,15 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
         from lowprec.evidence import claims
 
         about = nb.metadata["lowprec"]
+        found = about["verdicts"], about["facts"]
         try:
-            claims.compare(name, about["verdicts"], about["facts"], hardware=about["hardware"])
+            differ = claims.compare(name, *found, hardware=about["hardware"])
         except UserError:  # a page of the book is kept for `claims --accept`
             if root / "notebooks" in source.resolve().parents:
                 put(root / "build" / "changed" / f"{name}.ipynb")
             raise
+        if differ:
+            print(f"{name}: other than in its lock, made elsewhere: {', '.join(differ)}")
     put(output)
     return nb
 
