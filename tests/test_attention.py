@@ -268,3 +268,27 @@ def test_compiled_model_gives_the_eager_roundings(policy, impl):
     assert all(torch.equal(a, b) for a, b in zip(got, eager, strict=True))
     if impl.startswith("sdpa"):
         assert torch.equal(o, run(inputs, FA2, impl="sdpa")[0])
+
+
+@pytest.mark.parametrize("impl", ["emulate", "triton"])
+def test_a_seed_may_be_a_tensor(impl):
+    if impl == "triton":
+        pytest.importorskip("triton")
+        from lowprec.attention.kernels import launch
+
+        if launch.NATIVE:
+            pytest.skip("needs TRITON_INTERPRET=1")
+    q, k, v = (torch.randn(1, 1, 32, 16, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    found = []
+    for seed in (7, torch.tensor([7]), 8):
+        o = attention(q, k, v, "LOW+p=bf16:stochastic+ds=bf16:stochastic", impl=impl, seed=seed)
+        found.append((o, *torch.autograd.grad(o.float().sum(), (q, k, v))))
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not torch.equal(found[0][0], found[2][0])
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_no_scale_makes_nan_of_pytorch_s_attention(scale):
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in "qkv")
+    ours, want = (attention(q, k, v, "FA2", scale=scale, impl=impl) for impl in ("sdpa", "oracle"))
+    assert torch.allclose(ours, want.float(), atol=1e-5)

@@ -500,3 +500,17 @@ def test_a_window_mixes_no_steps():
     window.update(5, layer, *rest)
     window.end_step(5)
     assert window.records[-1][0] == 5 and not window.error.any()
+
+
+def test_a_trace_of_any_head_size_is_that_of_the_emulation():
+    pytest.importorskip("triton")
+    from lowprec.attention.kernels import launch
+
+    if launch.NATIVE:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 20, 24, dtype=torch.bfloat16) for _ in range(4))
+    ours, want = (trace(q, k, v, do, "ALL_FP32", impl=impl) for impl in ("triton", "emulate"))
+    for name in ("o", "dq", "dk", "dv"):
+        one, other = getattr(ours, name), getattr(want, name)
+        assert one.shape == other.shape and torch.allclose(one.float(), other.float(), atol=1e-2)

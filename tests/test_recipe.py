@@ -227,6 +227,22 @@ def test_a_delayed_scale_is_of_the_casts_before():
     assert got[1] == pytest.approx(100)
 
 
+def test_an_overflow_is_lost_and_no_later_cast():
+    caster = Caster(Cast.parse("e5m2@tensor,delayed4"))
+    caster(torch.ones(2, 2))
+    assert not caster(torch.full((2, 2), math.inf)).isfinite().any()
+    assert caster(torch.ones(2, 2)).tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_history_is_of_groups_that_stay_and_of_one_tensor():
+    caster = Caster(Cast.parse("e4m3_saturate@token,delayed2"))
+    caster(torch.ones(3, 2))
+    with pytest.raises(UserError, match="seen 3 groups a cast and now 1: .* take @tensor"):
+        caster(torch.ones(1, 2))
+    with pytest.raises(UserError, match="recipe field out: .* rounds y, dx and dw"):
+        Recipe.parse("FP32+out=e4m3_saturate@tensor,delayed4").casters()
+
+
 def test_expand_fills_the_format_and_makes_a_narrow_group_exact():
     generator = torch.Generator().manual_seed(0)
     v = (torch.rand(64, 128, generator=generator) * math.log(30)).exp()

@@ -280,6 +280,19 @@ def test_the_commit_says_whether_the_code_had_changed(tmp_path, monkeypatch):
     assert provenance.git_commit() == "abc"
 
 
+def test_the_commit_is_that_of_this_code_and_of_no_repository_around_it(tmp_path, monkeypatch):
+    code = tmp_path / ".venv" / "lowprec" / "records" / "provenance.py"
+    code.parent.mkdir(parents=True)
+    code.touch()
+    (tmp_path / ".gitignore").write_text(".venv")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "a"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.delenv("LOWPREC_COMMIT", raising=False)
+    monkeypatch.setattr(provenance, "__file__", str(code))
+    assert provenance.git_commit() == "unknown"
+
+
 def recorded_paths():
     folders = (files.data_root() / "runs").iterdir()
     found = [path for folder in folders for path in runs.run_paths(folder)]

@@ -33,7 +33,7 @@ from lowprec.attention import reference
 from lowprec.diagnose import probe as affected
 from lowprec.numerics import policy
 from lowprec.records import explosion, files, provenance, runs
-from lowprec.training import campaign, recorder
+from lowprec.training import campaign, loop, recorder
 from lowprec.training.capture import Capture
 from lowprec.training.config import PRESETS, TrainConfig
 from lowprec.training.data import shards as data
@@ -1062,3 +1062,59 @@ def test_training_on_the_gpu_is_bitwise_repeatable(tmp_path):
     assert a.metrics.equals(b.metrics) and a.probes.equals(b.probes)
     assert a.info["weights_sha256"] == b.info["weights_sha256"]
     assert np.isfinite(a.metrics.loss).all()
+
+
+def test_nothing_is_captured_after_a_loss_that_is_not_finite(tmp_path, monkeypatch):
+    gradients = loop._gradients
+
+    def failing(model, group, batches, probe, amp, seed, scaler):
+        loss = gradients(model, group, batches, probe, amp, seed, scaler)
+        return loss * (math.nan if seed.args[-1] >= 11 else 1)
+
+    monkeypatch.setattr(loop, "_gradients", failing)
+    config = small(steps=40, probe_every=20, capture_every=3, capture_keep=2, window=(0, 39))
+    run = train(config, tmp_path / "a")
+    assert (run.info["ended"], run.info["steps"]) == ("non-finite", 12)
+    kept = sorted(path.name for path in (tmp_path / "a/captures").iterdir())
+    assert kept == ["step-000006.xz", "step-000009.xz"]
+    assert pd.read_parquet(tmp_path / "a/query_error.parquet").step.max() == 11
+
+
+def test_a_resumed_run_reads_when_it_is_killed_between_its_tables(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    flush, write = Recorder.flush, files.write_atomic
+
+    def killed(self, *how):
+        flush(self, *how)
+        if self.step == 8:
+            raise Killed
+
+    def between(path, how):
+        write(path, how)
+        if path.name == "probes.parquet":
+            raise Killed
+
+    monkeypatch.setattr(recorder, "EARLY", -1.0)
+    config = small(steps=20, checkpoint_every=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "flush", killed)
+        with pytest.raises(Killed):
+            train(config, tmp_path / "a")
+    monkeypatch.setattr(files, "write_atomic", between)
+    with pytest.raises(Killed):
+        train(config, tmp_path / "a", resume=True)
+    assert len(runs.load_run(tmp_path / ".a.part").metrics) == 5
+
+
+def test_a_run_asked_to_stop_in_its_last_step_has_ended(tmp_path, monkeypatch):
+    measured = Recorder.measured
+
+    def asked(self, *numbers):
+        measured(self, *numbers)
+        if self.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Recorder, "measured", asked)
+    assert train(small(), tmp_path / "a").info["ended"] == "completed"

@@ -108,12 +108,12 @@ def lacking(q, v, scores, dropout) -> tuple[str, ...]:
     return tuple(name for name, asked in named.items() if asked)
 
 
-def padded(q, k, v):
+def padded(q, k, v, *more):
     """q, k, v with zeros up to a head_dim that the kernels have: no product changes."""
     most = max(q.shape[3], v.shape[3])
     d = max(16, 1 << (most - 1).bit_length())
     return [torch.nn.functional.pad(x, (0, d - x.shape[3])) if x.shape[3] < d else x
-            for x in (q, k, v)]  # fmt: skip
+            for x in (q, k, v, *more)]  # fmt: skip
 
 
 @torch.no_grad()
@@ -143,6 +143,10 @@ def trace(
     do = None if do is None else do.to(q.dtype)
     if impl != "triton":
         return eager(q, k, v, do, p, mask, scores, dropout, tile, impl, seed)
+    sizes = dict(o=v, o_fp32=v, dq=q, dk=k, dv=v)
+    sizes = {name: x.shape[3] for name, x in sizes.items()}
+    q, k, v, *do = padded(q, k, v, *([] if do is None else [do]))
+    do = do[0] if do else None
     names = ("o", "o_fp32", "lse", "ties")
     how = dict(mask=mask, bias=scores.bias)
     causal, scale = mask.causal, scores.scale
@@ -154,6 +158,8 @@ def trace(
         out = triton().backward(do, q, k, v, *out, p, causal, scale, tile, seed, probe=True, **how)
         names = ("dq", "dk", "dv", "delta", "delta_o", "delta_ref")
         vars(t).update(zip(names, out, strict=False))
+    for name, x in vars(t).items():
+        setattr(t, name, x[..., : sizes[name]] if name in sizes else x)
     return t
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
+from lowprec.attention.inputs import causal_mask
 from lowprec.attention.masks import Mask, Scores
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import Format
@@ -73,6 +74,7 @@ def attention_op(
     p = PrecisionPolicy.parse(policy)
     none = q.new_empty(0)
     mask = Mask(causal, offset, window, keys, None, dense)
+    seed = seed if draw is None else int(draw)
     if impl in KERNELS:
         out = triton().forward(
             q, k, v, p, causal, scale, tile or None, seed,
@@ -83,7 +85,6 @@ def attention_op(
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 out[0].copy_(stock(q, k, v, causal, scale))
         return tuple(none.clone() if x is None else x for x in out)
-    seed = seed if draw is None else int(draw)
     scores = Scores(scale, softcap, bias, sinks)
     t = eager(q, k, v, None, p, mask, scores, dropout, tile or None, impl, seed)
     # the backward of these two recomputes the forward, so nothing else is kept
@@ -111,6 +112,8 @@ def stock(q, k, v, causal, scale, dense=None):
     """PyTorch's attention; it is told of shared keys where there are some, since not every backend
     takes them."""
     how = dict(enable_gqa=True) if k.shape[1] < q.shape[1] else {}
+    if dense is None and causal and scale <= 0 and not q.is_cuda:  # PyTorch's would give NaN
+        dense = causal_mask(q.shape[2], k.shape[2], q.device)
     if dense is not None:
         causal, how["attn_mask"] = False, dense
     return torch.nn.functional.scaled_dot_product_attention(
@@ -144,6 +147,7 @@ def _attention_backward(
     """(dq, dk, dv, gradients of probe, bias and sinks); empty tensors for what is not wanted."""
     p = PrecisionPolicy.parse(policy)
     mask = Mask(causal, offset, window, keys, None, dense)
+    seed = seed if draw is None else int(draw)
     none = [q.new_empty(0) for _ in range(3)]
     if impl in KERNELS:
         dq, dk, dv, *_, sums = triton().backward(
@@ -159,7 +163,6 @@ def _attention_backward(
             ):
                 ours.copy_(theirs)
         return dq, dk, dv, sums if want_probe else none[0], *none[1:]
-    seed = seed if draw is None else int(draw)
     scores = Scores(scale, softcap, bias, sinks)
     t = eager(q, k, v, do, p, mask, scores, dropout, tile or None, impl, seed)
     dq, dk, dv = (g.to(q.dtype).contiguous() for g in (t.dq, t.dk, t.dv))

@@ -57,6 +57,11 @@ class Recipe(Spelled):
 
     def casters(self, generator=None) -> dict[str, Caster]:
         """A caster a field, with histories of their own; one set a layer."""
+        if self.out.history:
+            raise UserError(
+                f"recipe field out: {self.out} rounds y, dx and dw, which share no history; leave "
+                "delayed out"
+            )
         return {name: Caster(getattr(self, name), generator) for name in CASTS}
 
     def require(self, steps: int) -> None:

@@ -17,7 +17,7 @@ FORMAT[:ROUNDING][@GROUP[,OPTION ...]] or FORMAT,OPTION:
 
 Beyond the format's largest value its overflow rule holds (`e4m3_saturate`, `e4m3_nan`, ...). A
 group of zeros has s = 1 and stays zero; s is never below 2^-126. A group with an infinity or a NaN
-becomes NaN as a whole.
+becomes NaN as a whole. With a delayed scale only what is not finite does, and no later cast.
 
 A `LossRule` scales the loss instead, and so every gradient, until the weights' are divided by it.
 Its text is a number, for a scale that stays, or dynamic[,OPTION ...]:
@@ -273,10 +273,16 @@ class Caster:
         if not self.cast.history or self.cast.keeps:
             return scaled(x, self.cast, self.generator)
         now = largest(x, self.cast)
+        if self.seen and self.seen[-1].shape != now.shape:
+            raise UserError(
+                f"{self.cast} has seen {self.seen[-1].shape[-2]} groups a cast and now "
+                f"{now.shape[-2]}: a delayed scale is of groups that stay; take @tensor, or "
+                "micro-batches of one size"
+            )
         top = torch.stack(tuple(self.seen)).amax(0) if self.seen else None
         if top is None:
             top = torch.full_like(now, self.cast.fmt.max)
-        self.seen.append(now)
+        self.seen.append(torch.where(now.isfinite(), now, top))  # an overflow is of its cast alone
         return scaled(x, self.cast, self.generator, top)
 
 

@@ -20,6 +20,7 @@ def git_commit() -> str:
         ).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", "records/provenance.py")  # else it is another's
         dirty = git("status", "--porcelain", "--", here.as_posix())
         return git("rev-parse", "HEAD") + ("+changes" if dirty else "")
     except (OSError, subprocess.CalledProcessError):

@@ -26,8 +26,8 @@ def recipe_of(config) -> Recipe:
                 f"recipe field {name}: a run keeps Adam's moments in FP32; leave it out"
             )
     recipe.require(config.steps)
-    if any(getattr(recipe, name).history for name in ("grad", "master")):
-        raise UserError("recipe fields grad and master have no history in a run; leave delayed out")
+    if any(getattr(recipe, name).history for name in ("grad", "master", "out")):
+        raise UserError("a run has no history of grad, master and out; leave delayed out")
     if config.checkpoint_every and (recipe != Recipe() or config.loss_scale is not None):
         raise UserError("a run with a recipe or a loss scale has no checkpoints; leave them out")
     if recipe != Recipe() and (config.capture_at or config.capture_every or config.window):

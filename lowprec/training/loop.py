@@ -140,6 +140,7 @@ def deterministic():
     """TF32 off, deterministic algorithms on, and back again."""
     memory = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True)
@@ -147,7 +148,7 @@ def deterministic():
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.use_deterministic_algorithms(before[0], warn_only=warned)
         memory.fill_uninitialized_memory = before[1]
         torch.set_float32_matmul_precision(precision)
 
@@ -203,7 +204,7 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
         replicas = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     probe = None if config.impl == "sdpa" else model.new_probe()
     seeds = functools.partial(draw_seed, config, group)
-    specimens = Specimens(recorder, model, bool(amp), seeds)
+    specimens = Specimens(recorder, model, bool(amp), seeds, broken)
     if recorder.resumes and group.size > 1:
         # DDP adds gradients up in another order from its second step on, the one in which they
         # came in its first. A pass that is thrown away takes a run that goes on to that order.
@@ -246,7 +247,7 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
             # Processes must agree; asking at every step would make them wait for each other.
             asked = torch.tensor(float(stop.is_set()), device=group.device)
             stopping = group.size > 1 and bool(group.sum(asked)) or stopping
-        if stopping:
+        if stopping and recorder.step < config.steps:
             recorder.stopped(model, optimizer, scaler)
         if saving:
             recorder.checkpoint(model, optimizer, scaler)

@@ -270,10 +270,19 @@ class Recorder:
                 f"{path} is damaged ({type(error).__name__}); move {self.part} away, whose tables "
                 "can still be read, and start again"
             ) from None
+        if not differ and self.group.rank == 0:
+            self._shorten()
         if differ:
             raise UserError(
                 f"{path} was made with other {', '.join(differ)}; take the same, or start anew"
             )
+
+    def _shorten(self):
+        """Have run.json say no more steps than the tables will have once they are written anew."""
+        file = self.part / "run.json"
+        if file.is_file() and (info := json.loads(file.read_text()))["steps"] > self.step:
+            text = json.dumps(info | dict(steps=self.step), indent=1) + "\n"
+            files.write_atomic(file, lambda out: out.write(text.encode()))
 
     def _take(self, state: dict, model, optimizer, scaler):
         model.load_state_dict(state["model"])

@@ -20,9 +20,9 @@ class Specimens:
     numbers do not change.
     """
 
-    def __init__(self, recorder, model, amp: bool, draw_seed):
+    def __init__(self, recorder, model, amp: bool, draw_seed, broken):
         self.recorder, self.model, self.config = recorder, model, recorder.config
-        self.amp, self.draw_seed = amp, draw_seed
+        self.amp, self.draw_seed, self.broken = amp, draw_seed, broken
         if self.config.capture_at or self.config.capture_every:  # now, not at some late step
             heads = len(set(self.config.capture_heads)) or 1
             capture.check_size(capture.tensor_bytes(model.config, heads, amp))
@@ -37,11 +37,15 @@ class Specimens:
 
     def before_step(self, step: int, batches):
         c = self.config
-        if c.window and c.window[0] <= step <= c.window[1]:
+        inside = c.window and c.window[0] <= step <= c.window[1]
+        rolling = c.capture_every and step % c.capture_every == 0
+        if not (inside or rolling or step in c.capture_at) or self.broken:
+            return  # the run has ended at a loss that is not finite, and there is no such step
+        if inside:
             self._measure(step, batches)
         if step in c.capture_at:
             self._capture(step, batches)
-        elif c.capture_every and step % c.capture_every == 0:
+        elif rolling:
             made = self._capture(step, batches)
             self.rolling = [path for path in self.rolling if path != made] + [made]
             rising = explosion.find_explosion(self.recorder.losses()) is not None
