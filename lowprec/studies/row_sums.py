@@ -197,6 +197,38 @@ def proposed(name: str, capture) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+TAKEN_OFF = {
+    "stored δ (FA2)": ("o", "none"),
+    "clean δ": ("o_fp32", "none"),
+    "row sums out of dQ": ("o", "mean key"),
+    "both": ("o_fp32", "mean key"),
+    "refined δ": ("o", "refined"),
+}
+"""Delta and change of `left` by what the book calls them."""
+
+
+def specimen(path) -> dict[str, float]:
+    """Of a capture, the share of its mean key and the error of dQ with each of TAKEN_OFF, then with
+    delta from dP∘P."""
+    found = left("FA2", capture := Capture.load(path)).set_index(["delta", "change"])
+    fp32 = proposed("FA2", capture).set_index("change").dq["O′ in FP32"]
+    shares = dict(share=found.share.iloc[0])
+    return shares | {way: found.dq[key] for way, key in TAKEN_OFF.items()} | {"δ from dP∘P": fp32}
+
+
+def specimens() -> pd.DataFrame:
+    """`specimen` of each capture of the campaign positions_specimens, index (run, step).
+
+    Captures that were kept are measured again; the others are in its `captured.parquet`.
+    """
+    folder = data_root() / "runs" / "positions_specimens"
+    table = pd.read_parquet(folder / "captured.parquet").set_index(["run", "step"])
+    for path in sorted(folder.glob("*/captures/*.xz")):
+        run = path.parts[-3].rpartition("-")[0]
+        table.loc[(run, int(path.stem.removeprefix("step-"))), :] = specimen(path)
+    return table.sort_index()
+
+
 def against_safe(table, change="mean key", of="dq", bases=("FA2",)) -> pd.Series:
     """The error with clean delta over that with a change of CHANGES, of each failing head.
 
