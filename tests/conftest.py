@@ -15,7 +15,7 @@ import torch
 DATA = Path(__file__).resolve().parent.parent / "data"
 RUNS = DATA / "runs"
 UNDER_WAY = (
-    "ladder", "rotary", "entries", "positions_large", "positions_specimens", "paper_again",
+    "ladder", "rotary", "entries", "positions_large", "paper_again",
 )  # fmt: skip
 APART = ("windows", "pairs", *UNDER_WAY)
 
