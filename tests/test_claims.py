@@ -17,7 +17,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from lowprec import UserError, claims
 from lowprec.__main__ import main
-from lowprec.evidence import registration
+from lowprec.evidence import locks, registration
 from lowprec.evidence.words import CLAIM_MIME
 from lowprec.publish import notebook, pages, statements
 from lowprec.publish.notebook import as_page
@@ -239,6 +239,16 @@ def test_a_count_is_settled_if_what_is_missing_cannot_change_it(folder, rule, co
     assert not claims.settled("bais", count, n, notebooks), "check says that there is none"
 
 
+@pytest.mark.parametrize("rule, n, wanted", [
+    ("== 0.5", 4, "inconclusive"), ("!= 0.5", 4, "inconclusive"), ("<= 0.9", 4, "supported"),
+    ("> 0.9", 4, "refuted"), ("> 0.5", 4, "inconclusive"),
+])  # fmt: skip
+def test_a_share_is_settled_if_that_so_far_has_the_same_verdict(folder, rule, n, wanted):
+    notebooks = folder({**ENTRY, "rule": f"share of runs that explode {rule}", "needs": 5})
+    (result,) = claims.check(bias={i: i < 2 for i in range(n)}, folder=notebooks)
+    assert result.verdict == wanted
+
+
 def test_a_refuted_claim_is_a_result(folder):
     result = claims.check("bias", 1, 8, folder=folder(ENTRY))
     assert result.verdict == "refuted"
@@ -253,6 +263,8 @@ def test_what_was_not_measured_has_no_verdict(folder):
         claims.check("bias", math.inf, 8, folder=notebooks)
     with pytest.raises(UserError, match="claim bias: the interval of mean error in ulp is .*nan"):
         claims.check("bias", 0.5, 8, (0.1, math.nan), folder=notebooks)
+    with pytest.raises(UserError, match="claim bias: the interval .*; it ends before it begins"):
+        claims.check("bias", -1, 8, (0.5, -2), folder=notebooks)
 
 
 # The files
@@ -525,6 +537,22 @@ def test_what_the_lock_does_not_say_stops_the_build(accepted, value, n, sentence
             continue
         with pytest.raises(UserError, match=sentence):
             claims.compare(page, [record], {}, notebooks)
+
+
+def test_other_units_with_what_is_counted_stop_the_build(folder):
+    notebooks = folder({**ENTRY, "rule": "count of runs that explode == 1", "needs": 3})
+    root, here = notebooks.parent, notebook.hardware()
+    first, other = ({i: i == k for i in range(3)} for k in (0, 1))
+    execute(root, claims.check(bias=first, folder=notebooks)[0])
+    claims.accept("a_bias", root)
+    (record,) = (result.as_dict() for result in claims.check(bias=other, folder=notebooks))
+    with pytest.raises(UserError, match="claim bias: by is .*'0': False, '1': True"):
+        claims.compare("a_bias", [record], {}, notebooks, here)
+    assert claims.compare("a_bias", [record], {}, notebooks, "8-core CPU (another)") == []
+
+
+def test_whole_numbers_are_alike_if_equal():
+    assert [locks.alike(*some) for some in ((5020, 5024), (5020.0, 5024), (8, 8))] == [0, 1, 1]
 
 
 def test_on_another_machine_the_verdict_stands_and_the_value_may_differ(accepted):

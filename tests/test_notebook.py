@@ -255,6 +255,24 @@ def test_a_verdict_that_changed_unseen_stops_the_build_and_not_the_reader(tmp_pa
     assert page.metadata["lowprec"]["verdicts"][0]["verdict"] == "refuted"
 
 
+def test_a_page_that_agrees_replaces_one_that_was_refused(tmp_path):
+    source = write_notebook(tmp_path / "page_of_a_test.ipynb")
+    refused = ROOT / "build" / "changed" / source.name
+    refused.parent.mkdir(parents=True, exist_ok=True)
+    refused.write_text("refused")
+    notebook.execute(source, tmp_path / "out.ipynb")
+    assert not refused.exists()
+
+
+def test_a_notebook_is_called_by_where_it_lies_below_notebooks(tmp_path):
+    for path, name in [
+        ("notebooks/the_explosion", "the_explosion"), ("notebooks/forks/a", "forks/a"),
+        ("notebooks/forks/mine/the_explosion", "forks/mine/the_explosion"),
+        ("elsewhere/forks/a", "forks/a"), ("elsewhere/mine/the_explosion", "the_explosion"),
+    ]:  # fmt: skip
+        assert notebook._name(tmp_path / f"{path}.ipynb", tmp_path) == name
+
+
 def test_an_unknown_profile_or_notebook_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"there is no notebook [^;]*$"):
         notebook.execute(tmp_path / "none.ipynb", tmp_path / "page.ipynb")

@@ -214,12 +214,28 @@ def test_the_arms_named_are_what_is_corrected_for():
     assert one.p_holm[1] == one.p[1]
 
 
+def test_a_run_that_ends_in_a_rise_does_not_count_for_prevents():
+    def run(rise):
+        return SimpleNamespace(explosion=rise or None, info=dict(ended="completed"))
+
+    def verdict(rising):
+        ends = [6900] * rising + [7000] * (8 - rising)
+        runs_ = pd.concat([LOW, arm("fixed", ends, False)])
+        runs_["run"] = [run(i in range(8, 8 + rising)) for i in range(16)]
+        return compare_arms(runs_, "low").verdict[1]
+
+    assert [verdict(k) for k in (0, 1, 8)] == ["prevents", "not seen in 7", "not seen in 0"]
+
+
 def test_when_nothing_or_everything_explodes():
     never = pd.concat([FIXED.assign(arm="low"), FIXED])
     always = pd.concat([LOW, LOW.assign(arm="other")])
     for test in ("fisher", "logrank", "permutation"):
         assert compare_arms(never, "low", test=test).p[1] == 1.0
         assert compare_arms(always, "low", test=test).p[1] == pytest.approx(1.0)
+        early = arm("low", [500] * 15 + [900] * 7, [True] * 15 + [False] * 7)
+        unseen = pd.concat([early, arm("other", [100] * 8, False)])
+        assert compare_arms(unseen, "low", test=test).p[1] == 1.0
     single = compare_arms(pd.concat([LOW[:1], FIXED[:1]]), "low")
     assert single.p[1] == 1.0 and single.verdict[1] == "not seen in 1"
     assert kaplan_meier(arm("low", [0, 5], [True, False])).survival.tolist()[-1] == 0.5

@@ -23,6 +23,7 @@ def test_a_number_is_whole_short_or_in_full():
     for value, short, full in (
         (True, "true", "true"), (False, "false", "false"), (-1234567, "−1,234,567", "−1,234,567"),
         (3.0, "3", "3"), (-1e-7, "−1e−07", "−1e−07"), (1e16, "1e+16", "1e+16"),
+        (18821.7, "18,822", "18821.7"), (999.96, "1,000", "999.96"), (-999.94, "−999.9", "−999.94"),
         (1.00048828125, "1", "1.00048828125"), (-0.12345678, "−0.1235", "−0.12345678"),
     ):  # fmt: skip
         assert (words.number(value), words.number(value, exact=True)) == (short, full)

@@ -212,8 +212,6 @@ def judge(hypothesis: dict, value, n: int | None = None, interval=None,
     claim = parse({"id": "hypothesis", **hypothesis})
     if n is None:
         return _judged(claim, value, note)
-    if interval is not None and interval[0] > interval[1]:
-        raise UserError(f"the interval {tuple(interval)} ends before it begins")
     return _result(claim, Measured(value, n, interval), note)
 
 
@@ -266,7 +264,8 @@ def recorded(folder: Path | None = None) -> dict[str, Result]:
 def compare(page: str, verdicts: list[dict], facts: dict | None = None,
             folder: Path | None = None, hardware: str | None = None) -> list[str]:  # fmt: skip
     """Raise `UserError` for the first verdict or fact of an executed page that its lock has
-    otherwise: another verdict or n, a value off by more than a thousandth, another fact.
+    otherwise: another verdict or n, a value off by more than a thousandth, other units that have
+    what it counts, another fact.
 
     page: its name below notebooks/; a claim of the book is checked on its own page, or in a fork.
     hardware: where it was executed. Elsewhere than the lock says FP32 sums may have another order,
@@ -295,8 +294,10 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
                 f"{claim.page}.lock.json does not have it: {_mend(claim.page)}"
             )
         here = hardware in (None, of_page["hardware"])
-        for key in ("verdict", "n", "value"):
-            now, then = getattr(result, key), held[key]
+        for key in ("verdict", "n", "value", "by"):
+            now, then = result.as_lock().get(key), held.get(key)
+            if key == "by" and not (here and {type(x) for x in (then or {}).values()} == {bool}):
+                continue  # which units have what is counted; of other values their sum is enough
             if key == "value" and not here:
                 differ += [] if alike(now, then) else [claim.id]
             elif not (alike(now, then) if key == "value" else now == then):

@@ -79,7 +79,10 @@ def rounded(value):
 
 
 def alike(a, b) -> bool:
-    """Whether two values, or facts, are the same: texts equal, numbers within a thousandth."""
+    """Whether two values, or facts, are the same: texts and whole numbers equal, others within a
+    thousandth."""
+    if type(a) is type(b) is int:
+        return a == b
     if type(a) in (int, float) and type(b) in (int, float):
         return math.isclose(a, b, rel_tol=1e-3)
     return a == b

@@ -134,8 +134,11 @@ class Claim:
             return "inconclusive" if complete else "not run"
         if not math.isfinite(value):
             raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
-        if interval is not None and any(map(math.isnan, interval)):
-            raise UserError(f"claim {self.id}: the interval of {self.metric} is {interval}")
+        if interval is not None and not interval[0] <= interval[1]:
+            raise UserError(
+                f"claim {self.id}: the interval of {self.metric} is {interval}; it ends before it "
+                f"begins"
+            )
         if n < self.needs and not settled:
             return "inconclusive"
         if interval is not None and any(
@@ -149,8 +152,10 @@ class Claim:
         `count` of `n` have what it counts."""
         missing = max(self.needs - n, 0)
         whole = self.needs if self.parsed.quantifier == "share" else 1
-        counts = range(count, count + missing + 1)
-        return len({self.verdict_on(k / whole, self.needs) for k in counts}) == 1
+        values = [k / whole for k in range(count, count + missing + 1)]
+        if self.parsed.quantifier == "share" and n:
+            values.append(count / n)  # that it is judged by
+        return len({self.verdict_on(value, self.needs) for value in values}) == 1
 
 
 def pages_folder() -> Path:

@@ -321,7 +321,10 @@ def _exploded_by(group: pd.DataFrame, step: int) -> int:
 
 def _p_value(base: pd.DataFrame, other: pd.DataFrame, test: str) -> float:
     if test == "logrank":
-        with np.errstate(invalid="ignore"):  # 0/0 where no explosion could tell the arms apart
+        known = min(base.duration.max(), other.duration.max())  # by then both have runs to lose
+        if not any(_exploded_by(group, known) for group in (base, other)):
+            return 1.0
+        with np.errstate(invalid="ignore"):  # 0/0: they all exploded at once
             p = scipy.stats.logrank(_times(base), _times(other)).pvalue
         return 1.0 if np.isnan(p) else float(p)
     if test == "permutation":
@@ -348,8 +351,9 @@ def _permutation(base: pd.DataFrame, other: pd.DataFrame) -> float:
         axis. `scipy.stats.logrank` takes one pair."""
         mine = risk[one].sum(-2)
         variance = (mine * (every - mine) * spread).sum(-1)
-        with np.errstate(invalid="ignore"):  # 0/0 where no explosion could tell the arms apart
-            return abs(np.nan_to_num((exploded[one].sum(-1) - mine @ share) / np.sqrt(variance)))
+        more = abs(exploded[one].sum(-1) - mine @ share)
+        # no variance: no explosion could tell the arms apart
+        return np.divide(more, np.sqrt(variance), out=np.zeros(more.shape), where=variance > 0)
 
     found = scipy.stats.permutation_test(
         np.split(np.arange(len(both)), [len(base)]), statistic, vectorized=True, batch=1_000,
@@ -359,7 +363,7 @@ def _permutation(base: pd.DataFrame, other: pd.DataFrame) -> float:
 
 
 def _verdict(base: pd.DataFrame, other: pd.DataFrame, p_holm: float) -> str:
-    exploded, n = int(other.exploded.sum()), len(other)
+    exploded, n = counted(other) if "run" in other else (int(other.exploded.sum()), len(other))
     if exploded:
         return f"seen in {exploded} of {n}"
     share = _exploded_by(base, _horizon(base, other)) / len(base)

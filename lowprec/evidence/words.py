@@ -16,11 +16,12 @@ FACTS_MIME = "application/vnd.lowprec.facts+json"
 
 
 def number(value, exact: bool = False) -> str:
-    """A number as prose prints it: whole numbers whole, others to four digits or in full."""
+    """A number as prose prints it: whole and large numbers whole, others to four digits or in
+    full."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):,}".replace("-", "−")
+    if (float(value).is_integer() or not exact and abs(value) >= 999.95) and abs(value) < 1e15:
+        return f"{value:,.0f}".replace("-", "−")
     return (repr(float(value)) if exact else f"{value:.4g}").replace("-", "−")
 
 

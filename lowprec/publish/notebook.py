@@ -170,8 +170,7 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
     with tempfile.TemporaryDirectory() as scratch:
         nb = _run(source, values, Path(scratch), root)
         read = reads.dependencies(Path(scratch) / "reads", root)
-    folder = source.parent.name
-    name = f"{folder}/{source.stem}" if folder in ("forks", LABORATORY) else source.stem
+    name = _name(source, root)
     minutes = reads.gpu_minutes(root / name for name in read)
     nb = as_page(nb, name, profile, time.time() - started, parameters, minutes)
     text = nbformat.writes(nb) + "\n"
@@ -198,8 +197,18 @@ def execute(source: Path, output: Path, profile: str = "recorded", parameters: d
             raise
         if differ:
             print(f"{name}: other than in its lock, made elsewhere: {', '.join(differ)}")
+        (root / "build" / "changed" / f"{name}.ipynb").unlink(missing_ok=True)  # refused before
     put(output)
     return nb
+
+
+def _name(source: Path, root: Path) -> str:
+    """A notebook's name below notebooks/; of one that lies elsewhere by the folder it lies in."""
+    home, path = (root / "notebooks").resolve(), source.resolve()
+    if path.is_relative_to(home):
+        return path.relative_to(home).with_suffix("").as_posix()
+    folder = source.parent.name
+    return f"{folder}/{source.stem}" if folder in ("forks", LABORATORY) else source.stem
 
 
 def _check_paths(source: Path, output: Path) -> None:

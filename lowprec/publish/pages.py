@@ -74,7 +74,8 @@ def write(root: Path) -> list[Path]:
         for figure, markup in figures(nb).items():
             texts[generated / f"figure-{name.replace('/', '-')}-{figure}.md"] = raw_html(markup)
     texts[book / "status.md"] = status(root)
-    renew_places(root, executed)
+    if renew_places(root, executed):
+        shutil.rmtree(book / "_build" / ".doctrees", ignore_errors=True)  # they go by times
     renew_picture(root, executed)
     texts |= downloads(root, executed)
     texts |= addresses_of(root, registry)
@@ -106,22 +107,25 @@ def renew(root: Path, registry: dict[str, Claim], found: dict[str, Result]) -> N
         runs.accept_file(of_data)
 
 
-def renew_places(root: Path, executed) -> None:
-    """Say anew where each page in the new form stands in the book, which its contents decide.
+def renew_places(root: Path, executed) -> bool:
+    """Say anew where each page in the new form stands in the book, which its contents decide;
+    whether some page stands elsewhere than it said.
 
     A page keeps its time: what it was computed from has not changed.
     """
     import nbformat
 
+    moved = False
     for name in (name for name, nb in executed.items() if form.is_new(nb)):
         path = root / "book" / "executed" / f"{name}.ipynb"
         nb = nbformat.read(path, 4)
         place = form.with_place(nb, nb.metadata["lowprec"], root)
         if place != nb.cells[0].source:
-            nb.cells[0].source = place
+            nb.cells[0].source, moved = place, True
             time = path.stat().st_mtime_ns
             path.write_text(nbformat.writes(nb) + "\n")
             os.utime(path, ns=(time, time))
+    return moved
 
 
 def renew_picture(root: Path, executed) -> None:
