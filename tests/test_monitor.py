@@ -225,16 +225,18 @@ def test_without_a_linear_map_the_gradient_is_dq():
 class Layer(nn.Module):
     """The layer of a capture."""
 
-    def __init__(self, capture):
+    def __init__(self, capture, first=False):
         super().__init__()
         self.policy, self.scale, self.maps = capture.policy, capture.scale, nn.ModuleList()
+        self.first = first  # whether the sequence is
         for name in ("w_q", "w_k", "w_v"):
             weight = capture.tensors[name].flatten(0, 1)
             self.maps.append(nn.Linear(*weight.mT.shape, bias=False, dtype=weight.dtype))
             self.maps[-1].weight.data.copy_(weight)
 
     def forward(self, x):
-        q, k, v = (m(x)[:, None] for m in self.maps)
+        made = (m(x) for m in self.maps)
+        q, k, v = ((y.transpose(0, 1) if self.first else y)[:, None] for y in made)
         return lowprec.sdpa(q, k, v, is_causal=True, scale=self.scale, policy=self.policy)
 
 
@@ -267,6 +269,96 @@ def test_in_fp16_a_sequence_has_the_same_numbers_in_a_larger_batch():
     alone, two = (watched(layer, lambda n=n: loss(n), length=x.shape[1]) for n in (1, 2))
     assert alone.alarm.all()
     pd.testing.assert_frame_equal(two, alone)
+
+
+class Turned(nn.Module):
+    """A layer that goes another way from its maps to q, k and v."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, width = kind, 16 if "map" in kind else 32
+        self.maps = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (2, 16))
+        if self.kind == "sequence first":
+            q, k, v = (m(x).unflatten(-1, (2, 16)).permute(1, 2, 0, 3) for m in self.maps)
+        elif self.kind == "one axis":
+            split = (m(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for m in self.maps)
+            q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in split)
+        elif self.kind == "a map for each head":
+            q, k, v = (m(heads).transpose(1, 2) for m in self.maps)
+        else:  # "a map for each head, turned before it"
+            q, k, v = (m(heads.transpose(1, 2)) for m in self.maps)
+        self.q = q
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 4])
+@pytest.mark.parametrize(
+    "kind",
+    ["sequence first", "one axis", "a map for each head", "a map for each head, turned before it"],
+)
+def test_rows_are_found_in_any_layout(kind, sequences):
+    """Against the gradient that each head's dQ makes in W_Q, of the first sequences alone."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(4, 24, 32, generator=g), torch.randn(4, 2, 24, 16, generator=g)
+    torch.manual_seed(0)
+    model, first = Turned(kind), kind == "sequence first"
+    given = x.transpose(0, 1) if first else x
+    table = watched(model, lambda: (model(given) * w).sum(), sequences=sequences)
+    dq = torch.autograd.grad((model(given) * w).sum(), model.q)[0][:sequences]
+    inputs = x.unflatten(-1, (2, 16)) if "map" in kind else x[:, :, None].expand(-1, -1, 2, -1)
+    wanted = torch.einsum("bhtd,bthc->hdc", dq, inputs[:sequences]).flatten(1).norm(dim=1)
+    assert table.gradient.to_numpy() == pytest.approx(wanted.numpy(), rel=0.01)
+    assert (table["of"] == "W_Q").all()
+
+
+def test_a_captured_layer_rings_sequence_first_as_well():
+    capture = Capture.load(CAPTURES / "fa2-b-seed4-1580.xz")
+    x, do, tables = capture.tensors["x"], capture.tensors["do"], []
+    for first in (False, True):
+        layer, given = Layer(capture, first), x.expand(4, -1, -1)
+        given = given.transpose(0, 1) if first else given
+        tables.append(watched(layer, lambda m=layer, y=given: (m(y) * do).sum(), length=x.shape[1]))
+    pd.testing.assert_frame_equal(*tables)
+    assert tables[0].alarm.all()
+
+
+class Rotary(Plain):
+    """Rotates q and k, in place or not."""
+
+    in_place = False
+
+    def forward(self, x):
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (parts[..., i, :, :].transpose(1, 2) for i in range(3))
+        angles = torch.arange(x.shape[1])[:, None] * 0.1 ** torch.arange(8)
+        for y in (q, k):
+            a, b = y[..., :8], y[..., 8:]
+            turned = torch.cat([a * angles.cos() - b * angles.sin(),
+                                b * angles.cos() + a * angles.sin()], -1)  # fmt: skip
+            if self.in_place:
+                y.copy_(turned)
+            elif y is q:
+                q = turned
+            else:
+                k = turned
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(o.transpose(1, 2).flatten(2))
+
+
+def test_what_is_written_into_a_projection_changes_no_number():
+    """As where rotary positions work in place: the gradient is of what the map put out."""
+    tables, x = [], torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(0)) + 1
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        model = Rotary()
+        model.in_place = in_place
+        tables.append(watched(model, lambda m=model: m(x).square().sum(), sequences=2))
+    pd.testing.assert_frame_equal(*tables)
+    exact = model.qkv.weight.grad[:32].view(2, -1).norm(dim=1)
+    assert tables[0].gradient.to_numpy() == pytest.approx(exact.numpy(), rel=0.02)
 
 
 def planted(model):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from lowprec import UserError
 from lowprec.diagnose import measures
@@ -52,7 +53,7 @@ class Linears:
             pass
         linear = getattr(getattr(module, "weight", None), "ndim", 0) == 2
         if linear and inputs and torch.is_tensor(output) and inputs[0].is_floating_point():
-            self.passed[module] = inputs[0].detach(), output
+            self.passed[module] = inputs[0].detach(), _edge(output)
 
     def before(self, q) -> Queries:
         """The way from q back, to the maps of the innermost module that has called any."""
@@ -68,13 +69,14 @@ class Queries:
     """From a dQ to the norms of the gradients that it makes in the weights of q.
 
     around: (map, x, y) of the linear maps that may have made q, those of the innermost module
-    first. The graph from q back to them must be there when it is called, with a dQ of the first
-    sequences and rows. known: a map to the head of each of its outputs, if that was found before.
+    first; y is where its output is in the graph, or None. The graph from q back to them must be
+    there when it is called, with a dQ of the first sequences and rows. known: a map to the head of
+    each of its outputs, if that was found before.
     """
 
     def __init__(self, q, around, known=None):
         self.q, self.known = q, {} if known is None else known
-        self.around = [[way for way in maps if way[2].requires_grad] for maps in around]
+        self.around = [[way for way in maps if way[2] is not None] for maps in around]
         self.maps = self.heads = None
 
     def __call__(self, dq):
@@ -91,7 +93,8 @@ class Queries:
         each = together.new_zeros(len(dq), count)
         for (_, x, _), g, head in zip(self.maps, self._back(dq), self.heads, strict=True):
             own = head >= 0
-            made = self._cut(g, dq)[..., own].mT @ self._cut(x, dq)
+            g, x = self._cut(g, x, dq)
+            made = g[..., own].mT @ x
             together.index_add_(0, head[own], made.sum(0).square().sum(1))
             each.index_add_(1, head[own], made.square().sum(2))
         return together.sqrt(), each.sqrt()
@@ -149,10 +152,21 @@ class Queries:
         )
         return made if size == 1 else [g if g is None else g.double() / size for g in made]
 
-    def _cut(self, x, dq):
-        """float64, (sequences, rows, C) of the rows of dq, also where a model puts all rows into
-        one axis."""
-        return x.reshape(len(self.q), -1, x.shape[-1])[: len(dq), : dq.shape[2]].double()
+    def _cut(self, g, x, dq):
+        """g and x in float64, (sequences, rows, C), of the rows that dq may reach.
+
+        Of one sequence those that it does reach, wherever they lie; of more the first, if x is
+        (B, T, C), (B T, C) or (T, B, C), and else all of a sequence, as with a map for each head.
+        """
+        b, t = len(self.q), self.q.shape[2]
+        g = g.reshape(*x.shape[:-1], -1)
+        if len(dq) == 1:
+            some = g.flatten(0, -2).any(1)
+            return [y.flatten(0, -2)[some][None].double() for y in (g, x)]
+        if x.shape[:2] == (t, b) != (b, t):
+            g, x = g.transpose(0, 1), x.transpose(0, 1)
+        rows = dq.shape[2] if x.shape[:-1] in ((b, t), (b * t,)) else None
+        return [y.reshape(b, -1, y.shape[-1])[: len(dq), :rows].double() for y in (g, x)]
 
     def _by_head(self, dq):
         together, each = [], []
@@ -161,12 +175,25 @@ class Queries:
             part[:, h] = dq[:, h]
             total, apart = 0.0, 0.0
             for (_, x, _), g in zip(self.maps, self._back(part), strict=True):
-                made = self._cut(g, dq).mT @ self._cut(x, dq)
+                g, x = self._cut(g, x, dq)
+                made = g.mT @ x
                 total = total + made.sum(0).square().sum()
                 apart = apart + made.square().sum((1, 2))
             together.append(total)
             each.append(apart)
         return torch.stack(together).sqrt(), torch.stack(each, 1).sqrt()
+
+
+def _edge(y):
+    """Where y is in the graph, whatever is written into it later; of a view of all of another
+    tensor where that is, which writing in place leaves in the graph."""
+    if not y.requires_grad:
+        return None
+    base = y._base
+    if base is not None and base.requires_grad and base.shape[-1:] == y.shape[-1:]:
+        if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
+            y = base
+    return get_gradient_edge(y)
 
 
 def _scaled(x, dtype):
