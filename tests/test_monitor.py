@@ -16,8 +16,9 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import lowprec
 from lowprec import Monitor, UserError
 from lowprec.attention import huggingface
+from lowprec.attention.masks import Mask
 from lowprec.diagnose import measures
-from lowprec.diagnose.calls import emulated, plain_length
+from lowprec.diagnose.calls import HIDDEN, emulated, plain_length
 from lowprec.diagnose.monitor import COLUMNS
 from lowprec.records import files
 from lowprec.training.capture import Capture
@@ -444,6 +445,7 @@ LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
         (square([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]), False, {}, 2),
         (torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), True, {}, 3),
         (torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), True, dict(count=1), 4),
+        (torch.ones(2, 1, 4, 1, dtype=torch.bool), True, {}, "it is not causal"),
         (None, True, dict(window=3), 3),
         (None, True, dict(positions=torch.tensor([[0, 1, 0, 1]])), 2),
         ("block mask", True, {}, "its mask is a str"),
@@ -454,6 +456,79 @@ def test_how_far_a_call_is_plain_causal_attention(mask, causal, how, expected):
     q = torch.zeros(2, 1, 4, 8)
     found = plain_length(mask, causal, q, q, **how)
     assert found == expected or isinstance(expected, str) and found.startswith(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wide", ["qk", "qkv"])
+def test_what_autocast_casts_inside_of_attention_is_measured_as_cast(dtype, wide):
+    """As of q and k that a norm left in float32: the dtype is that of the output."""
+
+    class Normed(Plain):
+        def forward(self, x):
+            parts = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3))
+            given = [t.float() if name in wide else t for t, name in zip(parts, "qkv", strict=True)]
+            return F.scaled_dot_product_attention(*given, is_causal=True)
+
+    tables, x = [], torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(0))
+    for kind in (Normed, Plain):
+        torch.manual_seed(0)
+        model, plain = kind(), kind is Plain
+        if plain:
+            model.out = nn.Identity()
+
+        def loss(model=model, plain=plain):
+            with torch.autocast("cpu", dtype):
+                o = model(x) - x if plain else model(x).transpose(1, 2).flatten(2)
+            return o.float().square().sum()
+
+        tables.append(watched(model, loss))
+    for name in ("share", "share_all", "gradient"):
+        assert tables[0][name].to_numpy() == pytest.approx(tables[1][name].to_numpy(), rel=0.05)
+
+
+NEAR = torch.ones(48, 48, dtype=torch.bool).tril() & ~torch.ones(48, 48).tril(-40).bool()
+
+
+@pytest.mark.parametrize(
+    "mask,expected",
+    [
+        (torch.stack([torch.ones(48, 48, dtype=torch.bool).tril(), NEAR]), 40),
+        (NEAR, 40),
+        (torch.ones(48, 48, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1), 48),
+    ],
+    ids=["heads", "all", "sequences"],
+)
+def test_a_mask_of_heads_is_one_for_each(mask, expected):
+    x, tables = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(0)), []
+    for how, length in ((dict(mask=mask), 512), ({}, expected)):
+        torch.manual_seed(0)
+        model = Plain(**how)
+        loss = lambda model=model: model(x).square().sum()  # noqa: E731
+        tables.append(watched(model, loss, length=length))
+    assert tables[0].logit.to_numpy() == pytest.approx(tables[1].logit.to_numpy())
+
+
+@pytest.mark.parametrize("keys,found", [([[0, 20], [0, 48]], 20), ([[8, 48], [0, 48]], HIDDEN)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_padding_counts_beside_documents(keys, found, documents):
+    class Padded(Plain):
+        def forward(self, x):
+            parts = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3))
+            return lowprec.sdpa(*parts, self.mask, policy="ALL_FP32")
+
+    x = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(0))
+    parts = dict(documents=(torch.arange(48) // 40).expand(2, -1)) if documents else {}
+    model = Padded(mask=Mask(causal=True, keys=torch.tensor(keys), **parts))
+    saw = []
+    for given in (x, x[:1, :20]):
+        monitor = Monitor(model, every=1)
+        model(given).square().sum().backward()
+        saw.append((monitor.step(), monitor.left_out))
+        model.mask = Mask(causal=True)
+    if found == HIDDEN:
+        assert saw[0] == (None, {0: HIDDEN})
+    else:
+        assert saw[0][0].logit.to_numpy() == pytest.approx(saw[1][0].logit.to_numpy())
 
 
 def test_a_batch_padded_on_the_right_is_measured_up_to_its_padding(hub):

@@ -310,6 +310,7 @@ def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=No
     if mask is not None:
         seen = mask[:count] == 0 if mask.is_floating_point() and mask.dim() > 2 else mask[:count]
         if mask.dim() > 2:
+            seen = seen[..., :length].expand(*seen.shape[:-2], length, length)
             if seen[..., :1, 1:2].any():
                 return "it is not causal"
             lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()

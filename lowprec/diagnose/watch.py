@@ -20,6 +20,7 @@ from torch.library import CustomOpDef
 
 from lowprec import UserError
 from lowprec.attention import operator
+from lowprec.attention.masks import Mask
 from lowprec.diagnose import measures
 from lowprec.diagnose.calls import HIDDEN, Linears, plain_length
 from lowprec.numerics.policy import FA2, PrecisionPolicy
@@ -35,6 +36,7 @@ UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "cu_seq_len
           "sinks", "offset")  # fmt: skip
 """Arguments by which attention is another than is emulated here."""
 
+SHORT = (torch.bfloat16, torch.float16)
 USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "fp16"))}
 """What production kernels do, where it is not FA2."""
 
@@ -110,7 +112,7 @@ class Watch:
             self.left_out[layer] = "its sizes are not those of plain attention"
             return
         count = min(self.sequences, len(q))
-        mask, window = _said(mask, causal, q, how)
+        mask, window = _said(mask, causal, q, k, count, how)
         length = plain_length(mask, causal, q, k, window, how.get("position_ids"), count)
         if isinstance(length, str):
             self.another |= length == HIDDEN
@@ -124,7 +126,9 @@ class Watch:
         part = (slice(count), slice(None), slice(length))
         full = [x.detach()[part] for x in (q, k, v)]
         ours = policy is not None
-        policy = self.policy or PrecisionPolicy.parse(policy or USUAL.get(q.dtype, FA2))
+        # autocast may cast inside of what is called, as its output then says
+        dtype = next((x.dtype for x in (o, q) if x.dtype in SHORT), torch.bfloat16)
+        policy = self.policy or PrecisionPolicy.parse(policy or USUAL.get(dtype, FA2))
         if policy.draws:
             self.left_out[layer] = "its policy draws random bits"
             return
@@ -133,7 +137,7 @@ class Watch:
         def measure(do):
             do = do.transpose(1, 2) if turned else do
             # what a policy governs is read as it is, other attention as in training in 16 bits
-            given = [x if ours else _short(x) for x in (*full, do[part])]
+            given = [x if ours else x.to(dtype) for x in (*full, do[part])]
             call = measures.Call(
                 layer, policy, q.shape[3] ** -0.5 if scale is None else scale, own,
                 *given, full_q=full[0], full_k=full[1], tile=tile,
@@ -147,20 +151,14 @@ class Watch:
         o.register_hook(measure)
 
 
-def _said(mask, causal, q, how):
-    """The mask and the window of a call, from the arguments of this package's operator as well."""
+def _said(mask, causal, q, k, count, how):
+    """The mask, of the first sequences, and the window of a call, from the arguments of this
+    package's operator as well."""
     window = how.get("sliding_window") or how.get("window")
-    if (dense := how.get("dense")) is not None:
-        every = torch.ones(q.shape[2], dense.shape[-1], dtype=torch.bool, device=q.device)
-        mask = dense & (every.tril() if causal else every)
-    elif (keys := how.get("keys")) is not None:  # the first of each sequence, and their end
-        places = torch.arange(q.shape[2], device=q.device)
-        mask = (places >= keys[:, :1]) & (places < keys[:, 1:])
+    parts = {name: how[name][:count] for name in ("keys", "dense") if how.get(name) is not None}
+    if parts:
+        mask = Mask(causal=causal, **parts).seen(q.shape[2], k.shape[2], q.device)
     return mask, window
-
-
-def _short(x):
-    return x if x.dtype in (torch.bfloat16, torch.float16) else x.bfloat16()
 
 
 # Doors: each calls what was there before and tells all watches inside a forward what it saw
@@ -191,8 +189,8 @@ def _torch(original):
         if hasattr(attn_mask, "_dispatch"):  # a CausalBias: it calls the function by its name
             return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, **how)
         o = original(query, key, value, attn_mask, dropout_p, is_causal, **how)
-        if torch.is_tensor(attn_mask) and attn_mask.dim() == 2:  # of queries and keys, not tokens
-            attn_mask = attn_mask[None]
+        if torch.is_tensor(attn_mask) and attn_mask.dim() < 4:  # the last two: queries and keys
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         for watch in INSIDE:
             watch.saw(query, key, value, o, attn_mask, is_causal, how.get("scale"))
         return o
