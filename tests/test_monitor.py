@@ -428,6 +428,13 @@ def square(rows):
     return torch.tensor(rows, dtype=torch.bool)[None, None]
 
 
+def alibi(length=40):
+    """What falls with the distance is added, by head."""
+    i = torch.arange(length)
+    slopes = torch.tensor([0.5, 0.25])[:, None, None]
+    return ((i - i[:, None]) * slopes).masked_fill(i > i[:, None], -math.inf)
+
+
 LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
 
 
@@ -445,6 +452,9 @@ LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
         (square([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]), False, {}, 2),
         (torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), True, {}, 3),
         (torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), True, dict(count=1), 4),
+        (torch.zeros(1, 1, 4, 4).masked_fill(~LOWER, -9984.0), False, {}, 4),
+        (alibi(4)[None], False, {}, "its mask adds a bias"),
+        (torch.full((1, 1, 4, 4), math.nan), False, {}, "its mask adds a bias"),
         (torch.ones(2, 1, 4, 1, dtype=torch.bool), True, {}, "it is not causal"),
         (None, True, dict(window=3), 3),
         (None, True, dict(positions=torch.tensor([[0, 1, 0, 1]])), 2),
@@ -564,6 +574,79 @@ def test_an_error_in_a_watched_forward_is_that_error():
     with Monitor(model), pytest.raises(IndexError, match="Dimension out of range"):
         model(torch.randn(32))
     assert not model._forward_hooks and F.scaled_dot_product_attention is SDPA
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", [0, 1])
+def test_after_a_forward_that_failed_the_next_is_watched(error, at):
+    """Also where no hook sees the end of it."""
+
+    class Failing(nn.Module):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                self.fails = False
+                raise error("full")
+            return x
+
+    torch.manual_seed(0)
+    model, x, tables = nn.Sequential(Plain(), Failing(), Plain()), torch.randn(1, 24, 32), []
+    monitor = Monitor(model, every=1)
+    for step in range(2):
+        model[1].fails = step == at
+        try:
+            model(x).square().sum().backward()
+        except error:
+            model(x).square().sum().backward()
+        tables.append(monitor.step())
+    assert tables[0].layer.tolist() == [0, 0, 1, 1]
+    pd.testing.assert_frame_equal(*(table.assign(step=0) for table in tables))
+    monitor.close()
+    assert F.scaled_dot_product_attention is SDPA
+    model[1].fails, monitor = True, Monitor(model, every=1)  # a batch that is left out
+    with pytest.raises(error):
+        model(x)
+    assert monitor.step() is None
+    monitor.close()
+    assert monitor.left_out == {0: "the forward ended before its output"}
+
+
+def test_whatever_measuring_raises_a_training_goes_on(monkeypatch):
+    model, x = Plain(), torch.randn(1, 24, 32)
+    monkeypatch.setattr(measures, "measure", lambda call: {}["what"])
+    monitor = Monitor(model, every=1)
+    model(x).square().sum().backward()
+    assert monitor.step() is None and monitor.left_out == {0: "'what'"}
+
+
+def test_numbers_that_are_added_to_the_scores_are_said():
+    for mask in (alibi(), alibi()[None], alibi() + 0.1, alibi()[0]):
+        model, x = Plain(mask=mask), torch.randn(20, 40, 32)
+        with pytest.raises(UserError, match="none of 1 calls.*its mask adds a bias to the scores"):
+            watched(model, lambda model=model, x=x: model(x).square().sum(), sequences=16)
+
+
+def test_one_token_of_many_sequences_has_no_mean_score():
+    model, x = Plain(mask=torch.eye(4, dtype=torch.bool)), torch.randn(20, 4, 32)
+    monitor = Monitor(model, every=1, sequences=16)
+    model(x).square().sum().backward()
+    assert monitor.step() is None
+    assert monitor.left_out == {0: "16 tokens; 2 of a sequence and more are needed"}
+
+
+def test_what_cannot_be_measured_is_not_watched_for_ever():
+    """Watched steps are eager: after a few the others are compiled again."""
+    model, x, calls = Plain(mask=LOWER), torch.randn(1, 4, 32), []
+    compiled = torch.compile(
+        model, backend=lambda graph, _: lambda *given: calls.append(1) or graph(*given)
+    )
+    monitor, watching = Monitor(compiled, every=20), []
+    for step in range(30):
+        watching += [step] * (monitor.watch is not None)
+        compiled(x).square().sum().backward()
+        assert monitor.step() is None
+    assert watching == [*range(8), *range(20, 28)] and len(calls) == 14
 
 
 def test_the_first_micro_batch_of_a_step_is_watched_and_no_pass_without_gradients():

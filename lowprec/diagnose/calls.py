@@ -21,6 +21,9 @@ here, in words."""
 ASKED = ("cache", "head_mask", "output_attentions")
 """Those that a caller can leave out."""
 HIDDEN = "its mask hides the first token"
+BIASED = "its mask adds a bias to the scores"
+NOTHING = -1000.0
+"""What is added to a score that is to be none: this and less."""
 
 
 class Linears:
@@ -308,7 +311,11 @@ def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=No
         return "it is not causal"
     ends = [length, window or length]
     if mask is not None:
-        seen = mask[:count] == 0 if mask.is_floating_point() and mask.dim() > 2 else mask[:count]
+        seen = mask[:count]
+        if mask.is_floating_point() and mask.dim() > 2:
+            if ((seen != 0) & ~(seen <= NOTHING)).any():
+                return BIASED
+            seen = seen == 0
         if mask.dim() > 2:
             seen = seen[..., :length].expand(*seen.shape[:-2], length, length)
             if seen[..., :1, 1:2].any():

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch.library import CustomOpDef
 
-from lowprec import UserError
 from lowprec.attention import operator
 from lowprec.attention.masks import Mask
 from lowprec.diagnose import measures
@@ -40,6 +39,8 @@ SHORT = (torch.bfloat16, torch.float16)
 USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "fp16"))}
 """What production kernels do, where it is not FA2."""
 
+FAILED = "the forward ended before its output"
+
 STEPS: list[Watch] = []
 """Those whose step is under way: in it nothing runs compiled."""
 STANCE: list = []
@@ -54,8 +55,9 @@ class Watch:
 
     found: a call's number to its columns and what its gradients are of; left_out: to the reason.
     another: whether one was left out that may be measured in another batch.
-    called: whether a forward with gradients was seen. Only the first of them is watched, and of it
-    the first `sequences` and `length` tokens, which a causal model reads as if they were all.
+    called: whether a forward with gradients was seen. Only the first of them is watched that comes
+    to its end, and of it the first `sequences` and `length` tokens, which a causal model reads as
+    if they were all.
     Dropout inside attention is left out of what is measured.
     """
 
@@ -86,16 +88,22 @@ class Watch:
             STANCE.pop().__exit__(None, None, None)
 
     def _begin(self, *_):
+        self._end()  # of one that was interrupted
         if self.called or not torch.is_grad_enabled():
             return
-        self.called = True
+        self.called, self.count = True, 0
+        self.found, self.left_out = {}, {}
         self.linears.__enter__()
         _open(self)
 
-    def _end(self, *_):
-        if self in INSIDE:
-            _shut(self)
-            self.linears.__exit__()
+    def _end(self, module=None, inputs=None, output=None):
+        if self not in INSIDE:
+            return
+        _shut(self)
+        self.linears.__exit__()
+        if output is None and (module is None or sys.exception()):  # it failed: the next is watched
+            self.called, self.another, self.count = False, True, 1
+            self.found, self.left_out = {}, {0: FAILED}
 
     def saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, turned=False, **how):
         """A call of attention in the watched forward; turned: o is (B, T, H, D)."""
@@ -119,9 +127,10 @@ class Watch:
             self.left_out[layer] = length
             return
         length = min(length, self.length)
-        if count * length < measures.BLOCKS:
+        if count * length < measures.BLOCKS or length < 2:  # the first sees one key
             self.another = True
-            self.left_out[layer] = f"{count * length} tokens; {measures.BLOCKS} and more are needed"
+            few = measures.BLOCKS if length > 1 else "2 of a sequence"
+            self.left_out[layer] = f"{count * length} tokens; {few} and more are needed"
             return
         part = (slice(count), slice(None), slice(length))
         full = [x.detach()[part] for x in (q, k, v)]
@@ -144,9 +153,9 @@ class Watch:
             )  # fmt: skip
             try:
                 self.found[layer] = measures.measure(call), own.of
-            except (UserError, RuntimeError) as error:  # a training goes on whatever is measured
+            except Exception as error:  # a training goes on whatever is measured
                 self.another = True
-                self.left_out[layer] = str(error)
+                self.left_out[layer] = str(error) or type(error).__name__
 
         o.register_hook(measure)
 
