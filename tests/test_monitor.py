@@ -1,5 +1,6 @@
 """The monitor: the probe's numbers in a training that does not notice it."""
 
+import copy
 import dataclasses
 import json
 import logging
@@ -360,6 +361,55 @@ def test_what_is_written_into_a_projection_changes_no_number():
     pd.testing.assert_frame_equal(*tables)
     exact = model.qkv.weight.grad[:32].view(2, -1).norm(dim=1)
     assert tables[0].gradient.to_numpy() == pytest.approx(exact.numpy(), rel=0.02)
+
+
+class Halves(Plain):
+    """A call of attention for each head; the projection is called for both or anew for each."""
+
+    anew = False
+
+    def forward(self, x):
+        def heads(i):
+            parts = (self.qkv(x) if self.anew else whole).unflatten(-1, (3, 2, 16)).unbind(-3)
+            q, k, v = (t.transpose(1, 2)[:, i : i + 1] for t in parts)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        whole = None if self.anew else self.qkv(x)
+        return x + self.out(torch.cat([heads(0), heads(1)], 1).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_several_calls_may_read_one_projection(anew):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Plain(), Halves()), torch.randn(1, 24, 32)
+    model[1].anew = anew
+    with Monitor(model, every=1) as monitor:
+        for _ in range(2):  # the second with what was found in the first
+            model.zero_grad()
+            model(x).square().sum().backward()
+            table = monitor.step()
+            grads = [layer.qkv.weight.grad[:32].view(2, -1).norm(dim=1) for layer in model]
+            assert table.layer.tolist() == [0, 0, 1, 2] and set(table["of"]) == {"W_Q"}
+            assert table.gradient.to_numpy() == pytest.approx(torch.cat(grads).numpy(), rel=0.02)
+
+
+def test_heads_of_a_layer_may_have_several_policies():
+    plain, split = (tiny(policy="FA2", layers=x) for x in ({}, {"1/1": "ALL_FP32+o=bf16"}))
+    tables = [watched(model, lambda m=model: gpt_loss(m, 0)) for model in (plain, split)]
+    assert tables[1].layer.tolist() == [0, 0, 1, 2] and set(tables[1]["of"]) == {"W_Q"}
+    assert tables[1].gradient.to_numpy() == pytest.approx(tables[0].gradient.to_numpy(), rel=0.02)
+
+
+def test_layers_that_share_a_module_are_those_of_a_model_with_copies():
+    """Before its second pass lies what it put out in the first, which reaches its queries."""
+    torch.manual_seed(0)
+    layer, x = Plain(), torch.randn(1, 24, 32)
+    shared, copies = (
+        nn.Sequential(*[layer] * 3),
+        nn.Sequential(*(copy.deepcopy(layer) for _ in "abc")),
+    )
+    tables = [watched(model, lambda m=model: m(x).square().sum()) for model in (shared, copies)]
+    pd.testing.assert_frame_equal(*tables)
 
 
 def planted(model):

@@ -34,7 +34,11 @@ class Linears:
     """
 
     def __init__(self, model: nn.Module):
-        self.model, self.inside, self.passed = model, [], {}
+        self.model = model
+        self._clear()
+
+    def _clear(self):
+        self.inside, self.passed, self.last = [], {}, (None, [])
 
     def __enter__(self):
         self.hooks, self.inside = [], [self.model]
@@ -46,26 +50,32 @@ class Linears:
     def __exit__(self, *_):
         for hook in self.hooks:
             hook.remove()
-        self.inside, self.passed = [], {}
+        self._clear()
 
     def _enter(self, module, inputs):
         self.inside.append(module)
+        for part in module.modules():  # of an earlier pass, where layers share it
+            self.passed.pop(part, None)
 
     def _leave(self, module, inputs, output):
         while self.inside and self.inside.pop() is not module:
             pass
+        if module is self.last[0]:
+            self.last = None, []
         linear = getattr(getattr(module, "weight", None), "ndim", 0) == 2
         if linear and inputs and torch.is_tensor(output) and inputs[0].is_floating_point():
             self.passed[module] = inputs[0].detach(), _edge(output)
 
     def before(self, q) -> Queries:
-        """The way from q back, to the maps of the innermost module that has called any."""
+        """The way from q back, to the maps of the innermost module that has called any, or to those
+        of the last call of attention, if that module has called none since."""
         around = [
-            [(m, *self.passed[m]) for m in module.modules() if m in self.passed]
+            (module, [(m, *self.passed[m]) for m in module.modules() if m in self.passed])
             for module in reversed(self.inside)
         ]
-        self.passed = {}
-        return Queries(q, [maps for maps in around if maps])
+        around = [(module, maps) for module, maps in around if maps] or [self.last]
+        self.passed, self.last = {}, around[0]
+        return Queries(q, [maps for _, maps in around if maps])
 
 
 class Queries:

@@ -24,6 +24,7 @@ import logging
 import math
 import sys
 import weakref
+from collections import defaultdict
 from pathlib import Path
 
 import pandas as pd
@@ -95,7 +96,7 @@ class Monitor:
             runs.require_writable(self.path)
         self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
         self.table, self.left_out, self.ringing, self.seen = None, {}, set(), False
-        self.known, self.missed = weakref.WeakKeyDictionary(), 0
+        self.known, self.missed = defaultdict(weakref.WeakKeyDictionary), 0
         self._await(step)
 
     def __enter__(self):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +66,7 @@ class Watch:
         self.model = getattr(model, "_orig_mod", model)
         self.policy = None if policy is None else PrecisionPolicy.parse(policy)
         self.sequences, self.length = sequences, length
-        self.known = weakref.WeakKeyDictionary() if known is None else known
+        self.known = defaultdict(weakref.WeakKeyDictionary) if known is None else known
         self.found, self.left_out, self.count = {}, {}, 0
         self.called = self.another = False
         self.linears = Linears(self.model)
@@ -141,7 +142,7 @@ class Watch:
         if policy.draws:
             self.left_out[layer] = "its policy draws random bits"
             return
-        own.known = self.known
+        own.known = self.known[layer]
 
         def measure(do):
             do = do.transpose(1, 2) if turned else do
