@@ -295,14 +295,28 @@ def _hub_loss(model, tokens, policy, attend):
         o = attend(q, k, v, policy or FA2, scaling)
         return o.transpose(1, 2).contiguous(), None
 
-    before = model.config._attn_implementation
+    before = _implementations(model.config)
     AttentionInterface.register("lowprec-probe", attention)
     AttentionMaskInterface.register("lowprec-probe", sdpa_mask)
-    model.set_attn_implementation("lowprec-probe")
     try:
-        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        model.set_attn_implementation("lowprec-probe")
+        out = model(input_ids=tokens, labels=tokens, use_cache=False)
     finally:
-        model.set_attn_implementation(before)
+        model.config._attn_implementation = before
+        AttentionInterface._global_mapping.pop("lowprec-probe")  # it would keep the model
+    if getattr(out, "loss", None) is None:
+        raise UserError(
+            f"a {type(model).__name__} has no loss; take the whole model, with its head, as "
+            "AutoModelForCausalLM reads it"
+        )
+    return out.loss
+
+
+def _implementations(config) -> dict:
+    """Of a configuration and those in it, as its setter takes them."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    inner = {name: _implementations(part) for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation} | inner
 
 
 def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=None) -> int | str:
