@@ -95,8 +95,8 @@ def check(model, name: str = "lowprec") -> int:
 
     Bloom, Falcon, GPT-J and GPT-Neo have attention of their own, which `set_attn_implementation`
     leaves, and only transformers' log says so. name: what `register` was given. Judged by the
-    source of the forward's class, of each module whose name has Attention in it, and by its
-    configuration, else the model's.
+    source of the class that has the forward, of each module whose class has Attention in its name,
+    and by the module's configuration, or the model's where it has none.
     """
     layers = [
         (path, module)
