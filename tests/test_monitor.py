@@ -224,6 +224,16 @@ def test_without_a_linear_map_the_gradient_is_dq():
     assert (table["of"] == "dQ").all() and (table.gradient > 0).all()
 
 
+def test_no_map_of_the_layer_before_is_taken_for_one_of_queries():
+    """PyTorch's layers call no module for W_Q, and q is made of what the one before put out."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    mask, x = nn.Transformer.generate_square_subsequent_mask(24), torch.randn(1, 24, 32)
+    table = watched(model, lambda: model(x, mask=mask, is_causal=True)[..., 0].sum())
+    assert table.layer.tolist() == [0, 0, 1, 1] and set(table["of"]) == {"dQ"}
+
+
 class Layer(nn.Module):
     """The layer of a capture."""
 

@@ -38,7 +38,7 @@ class Linears:
         self._clear()
 
     def _clear(self):
-        self.inside, self.passed, self.last = [], {}, (None, [])
+        self.inside, self.passed, self.last, self.attended = [], {}, (None, []), set()
 
     def __enter__(self):
         self.hooks, self.inside = [], [self.model]
@@ -54,14 +54,15 @@ class Linears:
 
     def _enter(self, module, inputs):
         self.inside.append(module)
-        for part in module.modules():  # of an earlier pass, where layers share it
-            self.passed.pop(part, None)
 
     def _leave(self, module, inputs, output):
         while self.inside and self.inside.pop() is not module:
             pass
-        if module is self.last[0]:
-            self.last = None, []
+        if module in self.attended:  # its maps are of no later call, by whatever layer
+            self.attended.remove(module)
+            for part in module.modules():
+                self.passed.pop(part, None)
+            self.last = (None, []) if module is self.last[0] else self.last
         linear = getattr(getattr(module, "weight", None), "ndim", 0) == 2
         if linear and inputs and torch.is_tensor(output) and inputs[0].is_floating_point():
             self.passed[module] = inputs[0].detach(), _edge(output)
@@ -75,6 +76,7 @@ class Linears:
         ]
         around = [(module, maps) for module, maps in around if maps] or [self.last]
         self.passed, self.last = {}, around[0]
+        self.attended.update(self.inside)
         return Queries(q, [maps for _, maps in around if maps])
 
 
