@@ -1,8 +1,11 @@
 """The probe: its numbers are those of an ordinary backward, and it rings where it must."""
 
+import copy
 import dataclasses
+import gc
 import json
 import resource
+import weakref
 
 import pandas as pd
 import pytest
@@ -193,6 +196,63 @@ def test_a_model_is_read_in_float32_and_eagerly_and_left_as_it_was(hub, change):
     pd.testing.assert_frame_equal(affected.probe(given, length=64), expected)
     assert model.dtype == dtype and (expected.tv > 0).all()
     assert [m.training for m in model.modules()] == modes and model.training
+
+
+def frozen(model):
+    return model.requires_grad_(False)
+
+
+def partly(model):
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "change,mode",
+    [
+        (frozen, torch.enable_grad),
+        (partly, torch.enable_grad),
+        (lambda m: m, torch.no_grad),
+        (lambda m: m, torch.inference_mode),
+        (copy.deepcopy, torch.inference_mode),
+        (lambda m: m, lambda: torch.autocast("cpu", torch.bfloat16)),
+    ],
+    ids=["frozen", "partly", "no_grad", "inference", "made there", "autocast"],
+)
+def test_what_is_switched_off_around_a_model_does_not_matter(hub, change, mode):
+    expected = affected.probe(small(hub, "llama"), length=64)
+    with mode():
+        model = change(small(hub, "llama"))
+        before = [p.requires_grad for p in model.parameters()]
+        pd.testing.assert_frame_equal(affected.probe(model, length=64), expected)
+    assert [p.requires_grad for p in model.parameters()] == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_ends_with_its_name_after_it_was_probed(hub, dtype, monkeypatch):
+    model = small(hub, "llama").to(dtype)
+    kept, deepcopy = [weakref.ref(model)], copy.deepcopy
+
+    def copied(x, *memo):
+        x = deepcopy(x, *memo)
+        if not memo:
+            kept.append(weakref.ref(x))
+        return x
+
+    with monkeypatch.context() as patched:
+        patched.setattr(affected.copy, "deepcopy", copied)
+        affected.probe(model, length=64)
+    assert len(kept) == 1 + (dtype != torch.float32)
+    del model
+    gc.collect()
+    assert [model() for model in kept] == [None] * len(kept)
+    assert "lowprec-probe" not in hub.AttentionInterface().valid_keys()
+
+
+def test_a_model_without_a_loss_is_one_sentence(hub):
+    with pytest.raises(UserError, match="a LlamaModel has no loss; take the whole model"):
+        affected.probe(small(hub, "llama").model, length=64)
 
 
 def test_another_module_is_for_the_monitor():
@@ -543,7 +603,10 @@ def test_a_model_that_reads_images_too_is_probed_by_its_text(hub):
     vision = sizes | dict(image_size=28, patch_size=14)
     config = hub.Gemma3Config(text_config=text, vision_config=vision)
     model = hub.AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager", "": "sdpa"})
     assert len(affected.probe(model, length=64)) == 2
+    parts = model.config, model.config.text_config, model.config.vision_config
+    assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
 
 
 def windowed(hub, kind):

@@ -298,6 +298,35 @@ def test_attention_of_their_own_is_told(kind, sizes):
         huggingface.check(model)
 
 
+def test_attention_of_its_own_beside_the_registry_s_is_told():
+    """GIT's text has it and its images have not, in one file; so has a class that inherits."""
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    vision = sizes | dict(image_size=28, patch_size=14)
+    config = transformers.GitConfig(vision_config=vision, vocab_size=64, **sizes)
+    model = transformers.GitForCausalLM(config)
+    model.set_attn_implementation(huggingface.register())
+    with pytest.raises(UserError, match="is a GitSelfAttention, which has attention of its own"):
+        huggingface.check(model)
+    assert huggingface.check(model.git.image_encoder) == 1
+
+    model = make("llama")
+    model.set_attn_implementation("lowprec")
+    layer = model.model.layers[1]
+    for forward, found in ({}, 2), (dict(forward=lambda self, x, **_: (x, None)), None):
+        layer.self_attn.__class__ = type("OfMyAttention", (type(layer.self_attn),), forward)
+        if found:
+            assert huggingface.check(model) == found
+        else:
+            with pytest.raises(UserError, match="is a OfMyAttention, which has attention of its"):
+                huggingface.check(model)
+
+
+def test_a_wrapped_model_is_checked_within():
+    model = make("llama")
+    model.set_attn_implementation("lowprec")
+    assert huggingface.check(torch.nn.Sequential(model)) == 2
+
+
 def test_a_model_that_was_not_set_is_told():
     model = make("llama")
     with pytest.raises(UserError, match="uses 'sdpa'; call model.set_attn_implementation"):

@@ -1,5 +1,6 @@
 """The monitor: the probe's numbers in a training that does not notice it."""
 
+import copy
 import dataclasses
 import json
 import logging
@@ -16,8 +17,9 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import lowprec
 from lowprec import Monitor, UserError
 from lowprec.attention import huggingface
+from lowprec.attention.masks import Mask
 from lowprec.diagnose import measures
-from lowprec.diagnose.calls import emulated, plain_length
+from lowprec.diagnose.calls import HIDDEN, emulated, plain_length
 from lowprec.diagnose.monitor import COLUMNS
 from lowprec.records import files
 from lowprec.training.capture import Capture
@@ -222,19 +224,31 @@ def test_without_a_linear_map_the_gradient_is_dq():
     assert (table["of"] == "dQ").all() and (table.gradient > 0).all()
 
 
+def test_no_map_of_the_layer_before_is_taken_for_one_of_queries():
+    """PyTorch's layers call no module for W_Q, and q is made of what the one before put out."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    mask, x = nn.Transformer.generate_square_subsequent_mask(24), torch.randn(1, 24, 32)
+    table = watched(model, lambda: model(x, mask=mask, is_causal=True)[..., 0].sum())
+    assert table.layer.tolist() == [0, 0, 1, 1] and set(table["of"]) == {"dQ"}
+
+
 class Layer(nn.Module):
     """The layer of a capture."""
 
-    def __init__(self, capture):
+    def __init__(self, capture, first=False):
         super().__init__()
         self.policy, self.scale, self.maps = capture.policy, capture.scale, nn.ModuleList()
+        self.first = first  # whether the sequence is
         for name in ("w_q", "w_k", "w_v"):
             weight = capture.tensors[name].flatten(0, 1)
             self.maps.append(nn.Linear(*weight.mT.shape, bias=False, dtype=weight.dtype))
             self.maps[-1].weight.data.copy_(weight)
 
     def forward(self, x):
-        q, k, v = (m(x)[:, None] for m in self.maps)
+        made = (m(x) for m in self.maps)
+        q, k, v = ((y.transpose(0, 1) if self.first else y)[:, None] for y in made)
         return lowprec.sdpa(q, k, v, is_causal=True, scale=self.scale, policy=self.policy)
 
 
@@ -267,6 +281,145 @@ def test_in_fp16_a_sequence_has_the_same_numbers_in_a_larger_batch():
     alone, two = (watched(layer, lambda n=n: loss(n), length=x.shape[1]) for n in (1, 2))
     assert alone.alarm.all()
     pd.testing.assert_frame_equal(two, alone)
+
+
+class Turned(nn.Module):
+    """A layer that goes another way from its maps to q, k and v."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, width = kind, 16 if "map" in kind else 32
+        self.maps = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (2, 16))
+        if self.kind == "sequence first":
+            q, k, v = (m(x).unflatten(-1, (2, 16)).permute(1, 2, 0, 3) for m in self.maps)
+        elif self.kind == "one axis":
+            split = (m(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for m in self.maps)
+            q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in split)
+        elif self.kind == "a map for each head":
+            q, k, v = (m(heads).transpose(1, 2) for m in self.maps)
+        else:  # "a map for each head, turned before it"
+            q, k, v = (m(heads.transpose(1, 2)) for m in self.maps)
+        self.q = q
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 4])
+@pytest.mark.parametrize(
+    "kind",
+    ["sequence first", "one axis", "a map for each head", "a map for each head, turned before it"],
+)
+def test_rows_are_found_in_any_layout(kind, sequences):
+    """Against the gradient that each head's dQ makes in W_Q, of the first sequences alone."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(4, 24, 32, generator=g), torch.randn(4, 2, 24, 16, generator=g)
+    torch.manual_seed(0)
+    model, first = Turned(kind), kind == "sequence first"
+    given = x.transpose(0, 1) if first else x
+    table = watched(model, lambda: (model(given) * w).sum(), sequences=sequences)
+    dq = torch.autograd.grad((model(given) * w).sum(), model.q)[0][:sequences]
+    inputs = x.unflatten(-1, (2, 16)) if "map" in kind else x[:, :, None].expand(-1, -1, 2, -1)
+    wanted = torch.einsum("bhtd,bthc->hdc", dq, inputs[:sequences]).flatten(1).norm(dim=1)
+    assert table.gradient.to_numpy() == pytest.approx(wanted.numpy(), rel=0.01)
+    assert (table["of"] == "W_Q").all()
+
+
+def test_a_captured_layer_rings_sequence_first_as_well():
+    capture = Capture.load(CAPTURES / "fa2-b-seed4-1580.xz")
+    x, do, tables = capture.tensors["x"], capture.tensors["do"], []
+    for first in (False, True):
+        layer, given = Layer(capture, first), x.expand(4, -1, -1)
+        given = given.transpose(0, 1) if first else given
+        tables.append(watched(layer, lambda m=layer, y=given: (m(y) * do).sum(), length=x.shape[1]))
+    pd.testing.assert_frame_equal(*tables)
+    assert tables[0].alarm.all()
+
+
+class Rotary(Plain):
+    """Rotates q and k, in place or not."""
+
+    in_place = False
+
+    def forward(self, x):
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (parts[..., i, :, :].transpose(1, 2) for i in range(3))
+        angles = torch.arange(x.shape[1])[:, None] * 0.1 ** torch.arange(8)
+        for y in (q, k):
+            a, b = y[..., :8], y[..., 8:]
+            turned = torch.cat([a * angles.cos() - b * angles.sin(),
+                                b * angles.cos() + a * angles.sin()], -1)  # fmt: skip
+            if self.in_place:
+                y.copy_(turned)
+            elif y is q:
+                q = turned
+            else:
+                k = turned
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(o.transpose(1, 2).flatten(2))
+
+
+def test_what_is_written_into_a_projection_changes_no_number():
+    """As where rotary positions work in place: the gradient is of what the map put out."""
+    tables, x = [], torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(0)) + 1
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        model = Rotary()
+        model.in_place = in_place
+        tables.append(watched(model, lambda m=model: m(x).square().sum(), sequences=2))
+    pd.testing.assert_frame_equal(*tables)
+    exact = model.qkv.weight.grad[:32].view(2, -1).norm(dim=1)
+    assert tables[0].gradient.to_numpy() == pytest.approx(exact.numpy(), rel=0.02)
+
+
+class Halves(Plain):
+    """A call of attention for each head; the projection is called for both or anew for each."""
+
+    anew = False
+
+    def forward(self, x):
+        def heads(i):
+            parts = (self.qkv(x) if self.anew else whole).unflatten(-1, (3, 2, 16)).unbind(-3)
+            q, k, v = (t.transpose(1, 2)[:, i : i + 1] for t in parts)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        whole = None if self.anew else self.qkv(x)
+        return x + self.out(torch.cat([heads(0), heads(1)], 1).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_several_calls_may_read_one_projection(anew):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Plain(), Halves()), torch.randn(1, 24, 32)
+    model[1].anew = anew
+    with Monitor(model, every=1) as monitor:
+        for _ in range(2):  # the second with what was found in the first
+            model.zero_grad()
+            model(x).square().sum().backward()
+            table = monitor.step()
+            grads = [layer.qkv.weight.grad[:32].view(2, -1).norm(dim=1) for layer in model]
+            assert table.layer.tolist() == [0, 0, 1, 2] and set(table["of"]) == {"W_Q"}
+            assert table.gradient.to_numpy() == pytest.approx(torch.cat(grads).numpy(), rel=0.02)
+
+
+def test_heads_of_a_layer_may_have_several_policies():
+    plain, split = (tiny(policy="FA2", layers=x) for x in ({}, {"1/1": "ALL_FP32+o=bf16"}))
+    tables = [watched(model, lambda m=model: gpt_loss(m, 0)) for model in (plain, split)]
+    assert tables[1].layer.tolist() == [0, 0, 1, 2] and set(tables[1]["of"]) == {"W_Q"}
+    assert tables[1].gradient.to_numpy() == pytest.approx(tables[0].gradient.to_numpy(), rel=0.02)
+
+
+def test_layers_that_share_a_module_are_those_of_a_model_with_copies():
+    """Before its second pass lies what it put out in the first, which reaches its queries."""
+    torch.manual_seed(0)
+    layer, x = Plain(), torch.randn(1, 24, 32)
+    shared, copies = (
+        nn.Sequential(*[layer] * 3),
+        nn.Sequential(*(copy.deepcopy(layer) for _ in "abc")),
+    )
+    tables = [watched(model, lambda m=model: m(x).square().sum()) for model in (shared, copies)]
+    pd.testing.assert_frame_equal(*tables)
 
 
 def planted(model):
@@ -335,6 +488,13 @@ def square(rows):
     return torch.tensor(rows, dtype=torch.bool)[None, None]
 
 
+def alibi(length=40):
+    """What falls with the distance is added, by head."""
+    i = torch.arange(length)
+    slopes = torch.tensor([0.5, 0.25])[:, None, None]
+    return ((i - i[:, None]) * slopes).masked_fill(i > i[:, None], -math.inf)
+
+
 LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
 
 
@@ -352,6 +512,10 @@ LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
         (square([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]), False, {}, 2),
         (torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), True, {}, 3),
         (torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), True, dict(count=1), 4),
+        (torch.zeros(1, 1, 4, 4).masked_fill(~LOWER, -9984.0), False, {}, 4),
+        (alibi(4)[None], False, {}, "its mask adds a bias"),
+        (torch.full((1, 1, 4, 4), math.nan), False, {}, "its mask adds a bias"),
+        (torch.ones(2, 1, 4, 1, dtype=torch.bool), True, {}, "it is not causal"),
         (None, True, dict(window=3), 3),
         (None, True, dict(positions=torch.tensor([[0, 1, 0, 1]])), 2),
         ("block mask", True, {}, "its mask is a str"),
@@ -362,6 +526,79 @@ def test_how_far_a_call_is_plain_causal_attention(mask, causal, how, expected):
     q = torch.zeros(2, 1, 4, 8)
     found = plain_length(mask, causal, q, q, **how)
     assert found == expected or isinstance(expected, str) and found.startswith(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wide", ["qk", "qkv"])
+def test_what_autocast_casts_inside_of_attention_is_measured_as_cast(dtype, wide):
+    """As of q and k that a norm left in float32: the dtype is that of the output."""
+
+    class Normed(Plain):
+        def forward(self, x):
+            parts = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3))
+            given = [t.float() if name in wide else t for t, name in zip(parts, "qkv", strict=True)]
+            return F.scaled_dot_product_attention(*given, is_causal=True)
+
+    tables, x = [], torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(0))
+    for kind in (Normed, Plain):
+        torch.manual_seed(0)
+        model, plain = kind(), kind is Plain
+        if plain:
+            model.out = nn.Identity()
+
+        def loss(model=model, plain=plain):
+            with torch.autocast("cpu", dtype):
+                o = model(x) - x if plain else model(x).transpose(1, 2).flatten(2)
+            return o.float().square().sum()
+
+        tables.append(watched(model, loss))
+    for name in ("share", "share_all", "gradient"):
+        assert tables[0][name].to_numpy() == pytest.approx(tables[1][name].to_numpy(), rel=0.05)
+
+
+NEAR = torch.ones(48, 48, dtype=torch.bool).tril() & ~torch.ones(48, 48).tril(-40).bool()
+
+
+@pytest.mark.parametrize(
+    "mask,expected",
+    [
+        (torch.stack([torch.ones(48, 48, dtype=torch.bool).tril(), NEAR]), 40),
+        (NEAR, 40),
+        (torch.ones(48, 48, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1), 48),
+    ],
+    ids=["heads", "all", "sequences"],
+)
+def test_a_mask_of_heads_is_one_for_each(mask, expected):
+    x, tables = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(0)), []
+    for how, length in ((dict(mask=mask), 512), ({}, expected)):
+        torch.manual_seed(0)
+        model = Plain(**how)
+        loss = lambda model=model: model(x).square().sum()  # noqa: E731
+        tables.append(watched(model, loss, length=length))
+    assert tables[0].logit.to_numpy() == pytest.approx(tables[1].logit.to_numpy())
+
+
+@pytest.mark.parametrize("keys,found", [([[0, 20], [0, 48]], 20), ([[8, 48], [0, 48]], HIDDEN)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_padding_counts_beside_documents(keys, found, documents):
+    class Padded(Plain):
+        def forward(self, x):
+            parts = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3))
+            return lowprec.sdpa(*parts, self.mask, policy="ALL_FP32")
+
+    x = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(0))
+    parts = dict(documents=(torch.arange(48) // 40).expand(2, -1)) if documents else {}
+    model = Padded(mask=Mask(causal=True, keys=torch.tensor(keys), **parts))
+    saw = []
+    for given in (x, x[:1, :20]):
+        monitor = Monitor(model, every=1)
+        model(given).square().sum().backward()
+        saw.append((monitor.step(), monitor.left_out))
+        model.mask = Mask(causal=True)
+    if found == HIDDEN:
+        assert saw[0] == (None, {0: HIDDEN})
+    else:
+        assert saw[0][0].logit.to_numpy() == pytest.approx(saw[1][0].logit.to_numpy())
 
 
 def test_a_batch_padded_on_the_right_is_measured_up_to_its_padding(hub):
@@ -397,6 +634,79 @@ def test_an_error_in_a_watched_forward_is_that_error():
     with Monitor(model), pytest.raises(IndexError, match="Dimension out of range"):
         model(torch.randn(32))
     assert not model._forward_hooks and F.scaled_dot_product_attention is SDPA
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", [0, 1])
+def test_after_a_forward_that_failed_the_next_is_watched(error, at):
+    """Also where no hook sees the end of it."""
+
+    class Failing(nn.Module):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                self.fails = False
+                raise error("full")
+            return x
+
+    torch.manual_seed(0)
+    model, x, tables = nn.Sequential(Plain(), Failing(), Plain()), torch.randn(1, 24, 32), []
+    monitor = Monitor(model, every=1)
+    for step in range(2):
+        model[1].fails = step == at
+        try:
+            model(x).square().sum().backward()
+        except error:
+            model(x).square().sum().backward()
+        tables.append(monitor.step())
+    assert tables[0].layer.tolist() == [0, 0, 1, 1]
+    pd.testing.assert_frame_equal(*(table.assign(step=0) for table in tables))
+    monitor.close()
+    assert F.scaled_dot_product_attention is SDPA
+    model[1].fails, monitor = True, Monitor(model, every=1)  # a batch that is left out
+    with pytest.raises(error):
+        model(x)
+    assert monitor.step() is None
+    monitor.close()
+    assert monitor.left_out == {0: "the forward ended before its output"}
+
+
+def test_whatever_measuring_raises_a_training_goes_on(monkeypatch):
+    model, x = Plain(), torch.randn(1, 24, 32)
+    monkeypatch.setattr(measures, "measure", lambda call: {}["what"])
+    monitor = Monitor(model, every=1)
+    model(x).square().sum().backward()
+    assert monitor.step() is None and monitor.left_out == {0: "'what'"}
+
+
+def test_numbers_that_are_added_to_the_scores_are_said():
+    for mask in (alibi(), alibi()[None], alibi() + 0.1, alibi()[0]):
+        model, x = Plain(mask=mask), torch.randn(20, 40, 32)
+        with pytest.raises(UserError, match="none of 1 calls.*its mask adds a bias to the scores"):
+            watched(model, lambda model=model, x=x: model(x).square().sum(), sequences=16)
+
+
+def test_one_token_of_many_sequences_has_no_mean_score():
+    model, x = Plain(mask=torch.eye(4, dtype=torch.bool)), torch.randn(20, 4, 32)
+    monitor = Monitor(model, every=1, sequences=16)
+    model(x).square().sum().backward()
+    assert monitor.step() is None
+    assert monitor.left_out == {0: "16 tokens; 2 of a sequence and more are needed"}
+
+
+def test_what_cannot_be_measured_is_not_watched_for_ever():
+    """Watched steps are eager: after a few the others are compiled again."""
+    model, x, calls = Plain(mask=LOWER), torch.randn(1, 4, 32), []
+    compiled = torch.compile(
+        model, backend=lambda graph, _: lambda *given: calls.append(1) or graph(*given)
+    )
+    monitor, watching = Monitor(compiled, every=20), []
+    for step in range(30):
+        watching += [step] * (monitor.watch is not None)
+        compiled(x).square().sum().backward()
+        assert monitor.step() is None
+    assert watching == [*range(8), *range(20, 28)] and len(calls) == 14
 
 
 def test_the_first_micro_batch_of_a_step_is_watched_and_no_pass_without_gradients():

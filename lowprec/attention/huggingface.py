@@ -13,7 +13,6 @@ as masks. `tests/test_huggingface.py` lists the models that were tried. Needs tr
 from __future__ import annotations
 
 import inspect
-import sys
 
 import torch
 
@@ -96,7 +95,8 @@ def check(model, name: str = "lowprec") -> int:
 
     Bloom, Falcon, GPT-J and GPT-Neo have attention of their own, which `set_attn_implementation`
     leaves, and only transformers' log says so. name: what `register` was given. Judged by the
-    source of each class whose name has Attention in it, and by the model's configuration.
+    source of the class that has the forward, of each module whose class has Attention in its name,
+    and by the module's configuration, or the model's where it has none.
     """
     layers = [
         (path, module)
@@ -109,16 +109,18 @@ def check(model, name: str = "lowprec") -> int:
             f"{type(model).__name__} has no module that is called Attention; look at it"
         )
     for path, module in layers:
+        own = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
         try:
-            source = inspect.getsource(sys.modules[type(module).__module__])
-        except (OSError, TypeError, KeyError):
+            source = inspect.getsource(own)
+        except (OSError, TypeError):
             source = ""
         if "ALL_ATTENTION_FUNCTIONS" not in source:
             raise UserError(
                 f"{path} is a {type(module).__name__}, which has attention of its own, outside "
                 f"transformers' registry: {name!r} does not reach it"
             )
-        used = getattr(module, "config", model.config)._attn_implementation
+        config = getattr(module, "config", None) or getattr(model, "config", None)
+        used = getattr(config, "_attn_implementation", None)
         if used != name:
             raise UserError(
                 f"{path} uses {used!r}; call model.set_attn_implementation({name!r}) first"

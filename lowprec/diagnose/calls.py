@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from lowprec import UserError
 from lowprec.diagnose import measures
@@ -20,6 +21,9 @@ here, in words."""
 ASKED = ("cache", "head_mask", "output_attentions")
 """Those that a caller can leave out."""
 HIDDEN = "its mask hides the first token"
+BIASED = "its mask adds a bias to the scores"
+NOTHING = -1000.0
+"""What is added to a score that is to be none: this and less."""
 
 
 class Linears:
@@ -30,7 +34,11 @@ class Linears:
     """
 
     def __init__(self, model: nn.Module):
-        self.model, self.inside, self.passed = model, [], {}
+        self.model = model
+        self._clear()
+
+    def _clear(self):
+        self.inside, self.passed, self.last, self.attended = [], {}, (None, []), set()
 
     def __enter__(self):
         self.hooks, self.inside = [], [self.model]
@@ -42,7 +50,7 @@ class Linears:
     def __exit__(self, *_):
         for hook in self.hooks:
             hook.remove()
-        self.inside, self.passed = [], {}
+        self._clear()
 
     def _enter(self, module, inputs):
         self.inside.append(module)
@@ -50,31 +58,40 @@ class Linears:
     def _leave(self, module, inputs, output):
         while self.inside and self.inside.pop() is not module:
             pass
+        if module in self.attended:  # its maps are of no later call, by whatever layer
+            self.attended.remove(module)
+            for part in module.modules():
+                self.passed.pop(part, None)
+            self.last = (None, []) if module is self.last[0] else self.last
         linear = getattr(getattr(module, "weight", None), "ndim", 0) == 2
         if linear and inputs and torch.is_tensor(output) and inputs[0].is_floating_point():
-            self.passed[module] = inputs[0].detach(), output
+            self.passed[module] = inputs[0].detach(), _edge(output)
 
     def before(self, q) -> Queries:
-        """The way from q back, to the maps of the innermost module that has called any."""
+        """The way from q back, to the maps of the innermost module that has called any, or to those
+        of the last call of attention, if that module has called none since."""
         around = [
-            [(m, *self.passed[m]) for m in module.modules() if m in self.passed]
+            (module, [(m, *self.passed[m]) for m in module.modules() if m in self.passed])
             for module in reversed(self.inside)
         ]
-        self.passed = {}
-        return Queries(q, [maps for maps in around if maps])
+        around = [(module, maps) for module, maps in around if maps] or [self.last]
+        self.passed, self.last = {}, around[0]
+        self.attended.update(self.inside)
+        return Queries(q, [maps for _, maps in around if maps])
 
 
 class Queries:
     """From a dQ to the norms of the gradients that it makes in the weights of q.
 
     around: (map, x, y) of the linear maps that may have made q, those of the innermost module
-    first. The graph from q back to them must be there when it is called, with a dQ of the first
-    sequences and rows. known: a map to the head of each of its outputs, if that was found before.
+    first; y is where its output is in the graph, or None. The graph from q back to them must be
+    there when it is called, with a dQ of the first sequences and rows. known: a map to the head of
+    each of its outputs, if that was found before.
     """
 
     def __init__(self, q, around, known=None):
         self.q, self.known = q, {} if known is None else known
-        self.around = [[way for way in maps if way[2].requires_grad] for maps in around]
+        self.around = [[way for way in maps if way[2] is not None] for maps in around]
         self.maps = self.heads = None
 
     def __call__(self, dq):
@@ -91,7 +108,8 @@ class Queries:
         each = together.new_zeros(len(dq), count)
         for (_, x, _), g, head in zip(self.maps, self._back(dq), self.heads, strict=True):
             own = head >= 0
-            made = self._cut(g, dq)[..., own].mT @ self._cut(x, dq)
+            g, x = self._cut(g, x, dq)
+            made = g[..., own].mT @ x
             together.index_add_(0, head[own], made.sum(0).square().sum(1))
             each.index_add_(1, head[own], made.square().sum(2))
         return together.sqrt(), each.sqrt()
@@ -149,10 +167,21 @@ class Queries:
         )
         return made if size == 1 else [g if g is None else g.double() / size for g in made]
 
-    def _cut(self, x, dq):
-        """float64, (sequences, rows, C) of the rows of dq, also where a model puts all rows into
-        one axis."""
-        return x.reshape(len(self.q), -1, x.shape[-1])[: len(dq), : dq.shape[2]].double()
+    def _cut(self, g, x, dq):
+        """g and x in float64, (sequences, rows, C), of the rows that dq may reach.
+
+        Of one sequence those that it does reach, wherever they lie; of more the first, if x is
+        (B, T, C), (B T, C) or (T, B, C), and else all of a sequence, as with a map for each head.
+        """
+        b, t = len(self.q), self.q.shape[2]
+        g = g.reshape(*x.shape[:-1], -1)
+        if len(dq) == 1:
+            some = g.flatten(0, -2).any(1)
+            return [y.flatten(0, -2)[some][None].double() for y in (g, x)]
+        if x.shape[:2] == (t, b) != (b, t):
+            g, x = g.transpose(0, 1), x.transpose(0, 1)
+        rows = dq.shape[2] if x.shape[:-1] in ((b, t), (b * t,)) else None
+        return [y.reshape(b, -1, y.shape[-1])[: len(dq), :rows].double() for y in (g, x)]
 
     def _by_head(self, dq):
         together, each = [], []
@@ -161,12 +190,25 @@ class Queries:
             part[:, h] = dq[:, h]
             total, apart = 0.0, 0.0
             for (_, x, _), g in zip(self.maps, self._back(part), strict=True):
-                made = self._cut(g, dq).mT @ self._cut(x, dq)
+                g, x = self._cut(g, x, dq)
+                made = g.mT @ x
                 total = total + made.sum(0).square().sum()
                 apart = apart + made.square().sum((1, 2))
             together.append(total)
             each.append(apart)
         return torch.stack(together).sqrt(), torch.stack(each, 1).sqrt()
+
+
+def _edge(y):
+    """Where y is in the graph, whatever is written into it later; of a view of all of another
+    tensor where that is, which writing in place leaves in the graph."""
+    if not y.requires_grad:
+        return None
+    base = y._base
+    if base is not None and base.requires_grad and base.shape[-1:] == y.shape[-1:]:
+        if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
+            y = base
+    return get_gradient_edge(y)
 
 
 def _scaled(x, dtype):
@@ -255,14 +297,28 @@ def _hub_loss(model, tokens, policy, attend):
         o = attend(q, k, v, policy or FA2, scaling)
         return o.transpose(1, 2).contiguous(), None
 
-    before = model.config._attn_implementation
+    before = _implementations(model.config)
     AttentionInterface.register("lowprec-probe", attention)
     AttentionMaskInterface.register("lowprec-probe", sdpa_mask)
-    model.set_attn_implementation("lowprec-probe")
     try:
-        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        model.set_attn_implementation("lowprec-probe")
+        out = model(input_ids=tokens, labels=tokens, use_cache=False)
     finally:
-        model.set_attn_implementation(before)
+        model.config._attn_implementation = before
+        AttentionInterface._global_mapping.pop("lowprec-probe")  # it would keep the model
+    if getattr(out, "loss", None) is None:
+        raise UserError(
+            f"a {type(model).__name__} has no loss; take the whole model, with its head, as "
+            "AutoModelForCausalLM reads it"
+        )
+    return out.loss
+
+
+def _implementations(config) -> dict:
+    """Of a configuration and those in it, as its setter takes them."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    inner = {name: _implementations(part) for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation} | inner
 
 
 def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=None) -> int | str:
@@ -281,8 +337,13 @@ def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=No
         return "it is not causal"
     ends = [length, window or length]
     if mask is not None:
-        seen = mask[:count] == 0 if mask.is_floating_point() and mask.dim() > 2 else mask[:count]
+        seen = mask[:count]
+        if mask.is_floating_point() and mask.dim() > 2:
+            if ((seen != 0) & ~(seen <= NOTHING)).any():
+                return BIASED
+            seen = seen == 0
         if mask.dim() > 2:
+            seen = seen[..., :length].expand(*seen.shape[:-2], length, length)
             if seen[..., :1, 1:2].any():
                 return "it is not causal"
             lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()

@@ -24,6 +24,7 @@ import logging
 import math
 import sys
 import weakref
+from collections import defaultdict
 from pathlib import Path
 
 import pandas as pd
@@ -54,6 +55,8 @@ COLUMNS = {
 """Of a line of the file, in words. Over the ranks of torch.distributed `logit` is the largest, the
 norms are root mean squares, the shares their quotients, and the rest are means."""
 SQUARES = ["gradient", "error", "error_all"]
+AGAIN = 8
+"""Steps in a row that are watched until one of them can be measured."""
 MEANS = ["entropy", "key_share", "common", "tied"]
 
 log = logging.getLogger("lowprec.monitor")
@@ -93,7 +96,7 @@ class Monitor:
             runs.require_writable(self.path)
         self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
         self.table, self.left_out, self.ringing, self.seen = None, {}, set(), False
-        self.known = weakref.WeakKeyDictionary()
+        self.known, self.missed = defaultdict(weakref.WeakKeyDictionary), 0
         self._await(step)
 
     def __enter__(self):
@@ -121,7 +124,9 @@ class Monitor:
         step, watch = self.now if step is None else step, self.watch
         self.close()
         table = None if watch is None else self._finish(step, watch)
-        self._await(step + 1, again=watch is not None and table is None)
+        if watch is not None:
+            self.missed = self.missed + 1 if table is None else 0
+        self._await(step + 1, again=watch is not None and self.missed % AGAIN > 0)
         return table
 
     def callback(self):
@@ -211,7 +216,7 @@ def _require_seen(watch):
     """Raise `UserError` where nothing of the first watched step was measured, saying why."""
     if watch.found:
         return
-    if not watch.called:
+    if not watch.called and not watch.another:
         raise UserError(
             "the monitor saw no forward of its model: give it the module that the training loop "
             "calls, before the step"

@@ -27,6 +27,8 @@ from lowprec.training.rotary import rotate
 __all__ = ["BROKEN", "COLUMNS", "COMMON", "KEYS", "SHARE", "figure", "probe", "verdict"]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def probe(
     model, text=None, policy=None, sequences=4, length=512, seed=0, device="auto", progress=False
 ) -> pd.DataFrame:
@@ -44,11 +46,12 @@ def probe(
     progress: a line on stderr that counts the calls of attention, forward and backward, and one
         more where the tokens of a text are not the model's.
 
-    The model runs in float32, one of another dtype as a copy that lies beside it, and attention
-    reads BF16 and rounds as the policy says. One row a layer and head, with the columns of
-    `COLUMNS`. Exact is float64, on the q, k, v and do that attention got. Raises `UserError` for a
-    path or a model that is none of these, a model without causal attention, too little text, one
-    that has failed, or one that is too large for the GPU.
+    The model runs in float32, one of another dtype as a copy that lies beside it, with gradients
+    also where its weights are frozen, and attention reads BF16 and rounds as the policy says. One
+    row a layer and head, with the columns of `COLUMNS`. Exact is float64, on the q, k, v and do
+    that attention got. Raises `UserError` for a path or a model that is none of these, a model
+    without causal attention or without a loss, too little text, one that has failed, or one that is
+    too large for the GPU.
     """
     if sequences < 1 or length < 1:
         raise UserError(f"sequences={sequences} and length={length} must be at least 1")
@@ -91,11 +94,14 @@ def probe(
     size = " x ".join(map(str, tokens.shape))
     layers = c.n_layer if isinstance(model, GPT) else getattr(c, "num_hidden_layers", None)
     on, modes = next(model.parameters()).device, {m: m.training for m in model.modules()}
+    floats, frozen = [p for p in model.parameters() if p.is_floating_point()], []
     try:
-        if any(p.dtype != torch.float32 for p in model.parameters() if p.is_floating_point()):
+        if any(p.dtype != torch.float32 or p.is_inference() for p in floats):
             model = copy.deepcopy(model).float()
+            floats = [p for p in model.parameters() if p.is_floating_point()]
+        frozen = [p.requires_grad_() for p in floats if not p.requires_grad]
         # what is compiled calls no hooks
-        with torch.compiler.set_stance("force_eager"), tqdm(
+        with torch.autocast(on.type, enabled=False), torch.compiler.set_stance("force_eager"), tqdm(
             desc=f"probe, on the {'GPU' if on.type == 'cuda' else 'CPU'}", unit=" calls",
             total=layers and 2 * layers, disable=not progress, leave=False, dynamic_ncols=True,
         ) as bar:  # fmt: skip
@@ -106,6 +112,8 @@ def probe(
             f"{size} tokens do not fit on the GPU with this model; take fewer, or device cpu"
         ) from None
     finally:
+        for p in frozen:
+            p.requires_grad_(False)
         for module, training in modes.items():
             module.training = training
 

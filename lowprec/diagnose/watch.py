@@ -13,13 +13,14 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
 from torch.library import CustomOpDef
 
-from lowprec import UserError
 from lowprec.attention import operator
+from lowprec.attention.masks import Mask
 from lowprec.diagnose import measures
 from lowprec.diagnose.calls import HIDDEN, Linears, plain_length
 from lowprec.numerics.policy import FA2, PrecisionPolicy
@@ -35,8 +36,11 @@ UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "cu_seq_len
           "sinks", "offset")  # fmt: skip
 """Arguments by which attention is another than is emulated here."""
 
+SHORT = (torch.bfloat16, torch.float16)
 USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "fp16"))}
 """What production kernels do, where it is not FA2."""
+
+FAILED = "the forward ended before its output"
 
 STEPS: list[Watch] = []
 """Those whose step is under way: in it nothing runs compiled."""
@@ -52,8 +56,9 @@ class Watch:
 
     found: a call's number to its columns and what its gradients are of; left_out: to the reason.
     another: whether one was left out that may be measured in another batch.
-    called: whether a forward with gradients was seen. Only the first of them is watched, and of it
-    the first `sequences` and `length` tokens, which a causal model reads as if they were all.
+    called: whether a forward with gradients was seen. Only the first of them is watched that comes
+    to its end, and of it the first `sequences` and `length` tokens, which a causal model reads as
+    if they were all.
     Dropout inside attention is left out of what is measured.
     """
 
@@ -61,7 +66,7 @@ class Watch:
         self.model = getattr(model, "_orig_mod", model)
         self.policy = None if policy is None else PrecisionPolicy.parse(policy)
         self.sequences, self.length = sequences, length
-        self.known = weakref.WeakKeyDictionary() if known is None else known
+        self.known = defaultdict(weakref.WeakKeyDictionary) if known is None else known
         self.found, self.left_out, self.count = {}, {}, 0
         self.called = self.another = False
         self.linears = Linears(self.model)
@@ -84,16 +89,22 @@ class Watch:
             STANCE.pop().__exit__(None, None, None)
 
     def _begin(self, *_):
+        self._end()  # of one that was interrupted
         if self.called or not torch.is_grad_enabled():
             return
-        self.called = True
+        self.called, self.count = True, 0
+        self.found, self.left_out = {}, {}
         self.linears.__enter__()
         _open(self)
 
-    def _end(self, *_):
-        if self in INSIDE:
-            _shut(self)
-            self.linears.__exit__()
+    def _end(self, module=None, inputs=None, output=None):
+        if self not in INSIDE:
+            return
+        _shut(self)
+        self.linears.__exit__()
+        if output is None and (module is None or sys.exception()):  # it failed: the next is watched
+            self.called, self.another, self.count = False, True, 1
+            self.found, self.left_out = {}, {0: FAILED}
 
     def saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, turned=False, **how):
         """A call of attention in the watched forward; turned: o is (B, T, H, D)."""
@@ -110,57 +121,54 @@ class Watch:
             self.left_out[layer] = "its sizes are not those of plain attention"
             return
         count = min(self.sequences, len(q))
-        mask, window = _said(mask, causal, q, how)
+        mask, window = _said(mask, causal, q, k, count, how)
         length = plain_length(mask, causal, q, k, window, how.get("position_ids"), count)
         if isinstance(length, str):
             self.another |= length == HIDDEN
             self.left_out[layer] = length
             return
         length = min(length, self.length)
-        if count * length < measures.BLOCKS:
+        if count * length < measures.BLOCKS or length < 2:  # the first sees one key
             self.another = True
-            self.left_out[layer] = f"{count * length} tokens; {measures.BLOCKS} and more are needed"
+            few = measures.BLOCKS if length > 1 else "2 of a sequence"
+            self.left_out[layer] = f"{count * length} tokens; {few} and more are needed"
             return
         part = (slice(count), slice(None), slice(length))
         full = [x.detach()[part] for x in (q, k, v)]
         ours = policy is not None
-        policy = self.policy or PrecisionPolicy.parse(policy or USUAL.get(q.dtype, FA2))
+        # autocast may cast inside of what is called, as its output then says
+        dtype = next((x.dtype for x in (o, q) if x.dtype in SHORT), torch.bfloat16)
+        policy = self.policy or PrecisionPolicy.parse(policy or USUAL.get(dtype, FA2))
         if policy.draws:
             self.left_out[layer] = "its policy draws random bits"
             return
-        own.known = self.known
+        own.known = self.known[layer]
 
         def measure(do):
             do = do.transpose(1, 2) if turned else do
             # what a policy governs is read as it is, other attention as in training in 16 bits
-            given = [x if ours else _short(x) for x in (*full, do[part])]
+            given = [x if ours else x.to(dtype) for x in (*full, do[part])]
             call = measures.Call(
                 layer, policy, q.shape[3] ** -0.5 if scale is None else scale, own,
                 *given, full_q=full[0], full_k=full[1], tile=tile,
             )  # fmt: skip
             try:
                 self.found[layer] = measures.measure(call), own.of
-            except (UserError, RuntimeError) as error:  # a training goes on whatever is measured
+            except Exception as error:  # a training goes on whatever is measured
                 self.another = True
-                self.left_out[layer] = str(error)
+                self.left_out[layer] = str(error) or type(error).__name__
 
         o.register_hook(measure)
 
 
-def _said(mask, causal, q, how):
-    """The mask and the window of a call, from the arguments of this package's operator as well."""
+def _said(mask, causal, q, k, count, how):
+    """The mask, of the first sequences, and the window of a call, from the arguments of this
+    package's operator as well."""
     window = how.get("sliding_window") or how.get("window")
-    if (dense := how.get("dense")) is not None:
-        every = torch.ones(q.shape[2], dense.shape[-1], dtype=torch.bool, device=q.device)
-        mask = dense & (every.tril() if causal else every)
-    elif (keys := how.get("keys")) is not None:  # the first of each sequence, and their end
-        places = torch.arange(q.shape[2], device=q.device)
-        mask = (places >= keys[:, :1]) & (places < keys[:, 1:])
+    parts = {name: how[name][:count] for name in ("keys", "dense") if how.get(name) is not None}
+    if parts:
+        mask = Mask(causal=causal, **parts).seen(q.shape[2], k.shape[2], q.device)
     return mask, window
-
-
-def _short(x):
-    return x if x.dtype in (torch.bfloat16, torch.float16) else x.bfloat16()
 
 
 # Doors: each calls what was there before and tells all watches inside a forward what it saw
@@ -191,8 +199,8 @@ def _torch(original):
         if hasattr(attn_mask, "_dispatch"):  # a CausalBias: it calls the function by its name
             return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, **how)
         o = original(query, key, value, attn_mask, dropout_p, is_causal, **how)
-        if torch.is_tensor(attn_mask) and attn_mask.dim() == 2:  # of queries and keys, not tokens
-            attn_mask = attn_mask[None]
+        if torch.is_tensor(attn_mask) and attn_mask.dim() < 4:  # the last two: queries and keys
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         for watch in INSIDE:
             watch.saw(query, key, value, o, attn_mask, is_causal, how.get("scale"))
         return o
