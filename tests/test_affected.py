@@ -95,6 +95,18 @@ def test_errors_of_equal_sequences_are_coherent_and_cancel_in_no_batch():
     assert table.coherence.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-3)
 
 
+def test_errors_of_one_sign_have_a_bias_of_1_whatever_the_number_of_rows():
+    q, k, v, do = torch.randn(4, 1, 2, 23, 8, generator=torch.Generator().manual_seed(0))
+
+    def norms(dq):
+        return dq.square().sum((0, 2, 3)).sqrt(), dq.square().sum((2, 3)).sqrt()
+
+    call = measures.Call(0, FA2, 1.0, norms, *(x.bfloat16() for x in (q, k, v, do)), q, k)
+    seen = measures.rows(call)
+    call.seen = seen | dict(eps=-torch.arange(23.0, dtype=torch.float64).expand_as(seen["eps"]))
+    assert measures.measure(call)["delta_bias"].tolist() == [-1, -1]
+
+
 @pytest.mark.parametrize("name", ["fa2-b-seed4-1580", "low-c-seed6-1230"])
 def test_a_capture_has_the_numbers_of_its_replay(name):
     capture = Capture.load(CAPTURES / f"{name}.xz")

@@ -10,8 +10,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from lowprec import UserError
 from lowprec.evidence.words import FACTS_MIME
 from lowprec.publish import facts, notebook
-from lowprec.records.files import data_root
-from lowprec.records.runs import run_paths
 
 CLAIMS = {"delta-alone": SimpleNamespace(value=-0.25, n=8, count="0 of 8", verdict="supported")}
 
@@ -138,9 +136,3 @@ def test_an_unknown_and_an_idle_fact_stop_the_page(tmp_path, code):
     with pytest.raises(UserError, match="publishes no fact runs: did you|publishes idle, which"):
         notebook.execute(source, tmp_path / "page.ipynb")
     assert not (tmp_path / "page.ipynb").exists()
-
-
-def test_the_runs_of_a_campaign_are_those_in_folders_and_packed():
-    for name in ("mini", "eight"):
-        listed = len(run_paths(data_root() / "runs" / name))
-        assert facts.recorded_runs(name) == str(listed)

@@ -140,7 +140,8 @@ def measure(call: Call) -> dict[str, torch.Tensor]:
     eps = seen["eps"]
     by_row = eps.transpose(1, 2).flatten(0, 1).cpu()
     mean, error, _ = drift.batch_means(by_row.numpy(), BLOCKS)
-    size = by_row.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
+    kept = by_row[len(by_row) % BLOCKS :]  # of which `mean` is
+    size = kept.abs().mean(0).clamp(min=torch.finfo(torch.float64).tiny).numpy()
     half = scipy.stats.t.ppf(0.975, BLOCKS - 1) * error
     gradient, _ = call.norms(seen["dq"])
     moved, each = call.norms(seen["moved"])

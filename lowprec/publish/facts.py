@@ -158,7 +158,7 @@ def of_data(file: str, key: str, form: str = "") -> str:
 def recorded_runs(campaign: str, key: str = "recorded", form: str = "") -> str:
     """How many runs of a campaign, or of `all`, the manifest of data/ lists."""
     from lowprec.records.files import data_root
-    from lowprec.records.runs import run_paths
+    from lowprec.records.packed import RUNS
 
     if key != "recorded":
         raise UserError(f"of the runs of {campaign} there is no {key!r}: take recorded")
@@ -167,8 +167,10 @@ def recorded_runs(campaign: str, key: str = "recorded", form: str = "") -> str:
     parts = [path.split("/") for path in listed if path.startswith("runs/")]
     counts = Counter({name: 0 for _, name, *rest in parts if rest == ["campaign.yaml"]})
     counts.update(name for _, name, *rest in parts if rest[1:] == ["run.json"])
-    for name in (name for _, name, *rest in parts if not rest):  # packed, a line for all
-        counts[name] = len(run_paths(root / "runs" / name))
+    for name in (name for _, name, *rest in parts if not rest):  # packed, a line a run
+        if not (lines := root / "runs" / name / RUNS).is_file():
+            raise UserError(f"data/runs/{name} has no {RUNS}; restore it from git")
+        counts[name] = len(lines.read_bytes().splitlines())
     counts["all"] = sum(counts.values())
     return shown(_one(campaign, counts, "the manifest has no runs of"), form)
 
