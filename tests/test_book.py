@@ -195,6 +195,7 @@ def test_what_is_wider_than_a_phone_scrolls_and_fades_until_its_end_is_seen(phon
                     '.pst-scrollable-table-container, .output.text_html');
                 const fades = () => parseFloat(
                     getComputedStyle(frame).getPropertyValue('--lowprec-more'));
+                await drawn();  // what fades is known once a frame
                 const first = fades();
                 frame.scrollLeft = frame.scrollWidth;
                 await drawn();
