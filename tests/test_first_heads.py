@@ -1,5 +1,6 @@
 """Which head of a run takes off first, what it had before, and how alike runs are."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,9 +9,13 @@ import pytest
 from scipy import stats
 from test_heads import made_up
 
+from lowprec import UserError
 from lowprec.evidence.heads import sums, take_offs
 from lowprec.evidence.survival import load_arms
 from lowprec.records.explosion import Explosion
+from lowprec.records.files import data_root
+from lowprec.records.runs import ONSET, load_run
+from lowprec.records.tables import write_table
 from lowprec.studies import first_heads
 
 
@@ -72,8 +77,31 @@ def test_before_a_head_outgrows_the_healthy_run(runs):
 def test_the_last_steps_before_the_onset():
     steps = [(s, layer, 0, sign) for s in (7, 8, 9) for layer, sign in ((1, 1.0), (2, -1.0))]
     table = pd.DataFrame(steps, columns=["step", "layer", "head", "delta_bias"])
-    run = SimpleNamespace(onset=table, explosion=SimpleNamespace(onset=9))
-    assert first_heads.last_steps(run, (1, 0)) == dict(own=1, others=0, total=2, begin=7)
+    run = SimpleNamespace(name="a", onset=table, explosion=SimpleNamespace(onset=9))
+    found = first_heads.single_steps(run)
+    assert found.total.tolist() == [2, -2]
+    wanted = dict(own=1, others=0, total=2, begin=7)
+    assert first_heads.last_steps(found, run, (1, 0)) == wanted
+
+
+def test_the_single_steps_of_a_campaign_become_one_table(tmp_path, capsys):
+    path = tmp_path / "mini"
+    shutil.copytree(data_root() / "runs/mini/fa2-seed0", path / "fa2-seed0")
+    with pytest.raises(UserError, match="has an onset.parquet"):
+        first_heads.main([str(path)])
+    run = load_run(path / "fa2-seed0")
+    onset = run.explosion.onset
+    steps = [(s, 1, h, 2 * h - 0.5 + s) for s in range(-2, 3) for h in range(2)]
+    table = pd.DataFrame(steps, columns=["step", "layer", "head", "delta_bias"])
+    table = table.assign(step=table.step + onset, delta_abs=1.0, tied_rows=0.0)[list(ONSET)]
+    write_table(path / "fa2-seed0/onset.parquet", table)
+    first_heads.main([str(path)])
+    assert "2 heads of 1 runs" in capsys.readouterr().out
+    found = pd.read_parquet(path / "last_steps.parquet")
+    assert found.positive.tolist() == [0, 0.5] and found.total.tolist() == [-4, 0]
+    assert set(found.begin) == {onset - 2} and set(found.run) == {"fa2-seed0"}
+    with pytest.raises(UserError, match="never overwritten"):
+        first_heads.main([str(path)])
 
 
 def test_luck_is_a_sum_over_all_draws():

@@ -90,7 +90,7 @@ def test_what_else_a_run_holds_stays_in_its_folder(folder):
     for name in ("captures/step-000010.xz", ".weights/step-000020.pt", "onset.parquet"):
         path = folder / "only1-seed0" / name
         path.parent.mkdir(exist_ok=True)
-        shutil.copy(files.data_root() / "runs/mini/low-seed0/onset.parquet", path)
+        pd.DataFrame(dict.fromkeys(runs.ONSET, [1, 2])).to_parquet(path)
         kept_files[path] = path.read_bytes()
     onset = runs.load_run(folder / "only1-seed0").onset
     pack.pack(folder)

@@ -9,13 +9,19 @@ Source: Qiu & Yao (2025), who name the heads whose query weights grow in one run
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
+from pathlib import Path
 
 import pandas as pd
 from scipy import stats
 
+from lowprec import UserError, entry
 from lowprec.evidence.heads import HEAD, end_of, norms, rank_correlations, sums, take_offs
 from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.records.runs import load_run
+from lowprec.records.tables import write_table
+from lowprec.studies.kept import unwritten
 
 LAYER = 1
 """Of layers counted from 0, the second: the one in which the small model fails."""
@@ -125,19 +131,26 @@ def before_growth(run, healthy, head: tuple[int, int], times: float = 1.5) -> tu
     return float(over.iloc[-1]), int(over[(over < times).cummin()].index[-1])
 
 
-def last_steps(run, head: tuple[int, int]) -> dict[str, float]:
-    """Σε of the single steps that were kept before the onset.
+def single_steps(run) -> pd.DataFrame:
+    """Σε of the single steps before the onset, of a run that keeps them; a row each head.
 
-    own, others: share of positive ones, in a (layer, head) and in the heads of other layers; total:
-    their sum in the head; begin: the first of these steps.
+    Columns run, layer, head; positive, the share of the steps in which it is; total, their sum;
+    begin, the first of these steps.
     """
-    steps = run.onset[run.onset.step < end_of(run)]
-    wide = steps.pivot(index="step", columns=HEAD, values="delta_bias")
-    others = wide.drop(columns=head[0], level="layer")
-    return dict(
-        own=(wide[head] > 0).mean(), others=(others > 0).to_numpy().mean(), total=wide[head].sum(),
-        begin=run.onset.step.min(),
-    )  # fmt: skip
+    steps = run.onset[run.onset.step < end_of(run)].groupby(HEAD)
+    found = steps.delta_bias.agg(positive=lambda net: (net > 0).mean(), total="sum")
+    return found.assign(begin=steps.step.min()).reset_index().assign(run=run.name)
+
+
+def last_steps(table: pd.DataFrame, run, head: tuple[int, int]) -> dict[str, float]:
+    """What `table`, of `single_steps`, says of a run and its (layer, head).
+
+    own, others: share of positive ones, in the head and in the heads of other layers; total: their
+    sum in the head; begin: the first of these steps.
+    """
+    found = table[table.run == run.name].set_index(HEAD)
+    own, others = found.loc[head], found.drop(index=head[0], level="layer")
+    return dict(own=own.positive, others=others.positive.mean(), total=own.total, begin=own.begin)
 
 
 def by_luck(hits, count: int = 6) -> float:
@@ -211,3 +224,23 @@ def fastest_inside(run, settled: int = 600) -> tuple[int, float]:
     table = norms(run)[LAYER]
     ratio = (table / table.shift(1)).loc[settled:].max()
     return int(ratio.idxmax()), float(ratio.max())
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure the single steps before the onset, in runs of a campaign that keep them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lowprec.studies.first_heads", description=main.__doc__
+    )
+    parser.add_argument("folder", type=Path, help="a campaign's folder")
+    folder = parser.parse_args(argv).folder
+    out = unwritten(folder / "last_steps.parquet")
+    kept = [load_run(path.parent) for path in sorted(folder.glob("*/onset.parquet"))]
+    if not kept:
+        raise UserError(f"no run in {folder} has an onset.parquet: make its failing runs anew")
+    table = pd.concat(map(single_steps, kept), ignore_index=True)
+    write_table(out, table)
+    print(f"{out}: {len(table):,} heads of {len(kept)} runs")
+
+
+if __name__ == "__main__":
+    entry(main)
