@@ -32,7 +32,7 @@ CONVERTED = [
     "the_papers_remedy",
     "a_lower_rate",
     "production_kernels",
-    "a_better_fix",
+    "clean_delta",
     "is_my_model_affected",
     "three_more_bits",
     "not_only_delta",

@@ -266,7 +266,7 @@ RELEASED = _low("s x p l o_acc o dodo dp p_bwd ds dq_acc dkdv_acc", l_floor=1e-1
 """The released PyTorch code of Qiu & Yao, run with a tile of 512 keys."""
 CLEAN = FA2.replace(delta_from="o_fp32")
 """`FA2` with clean delta: the backward reads delta from an output that was never rounded, at the
-price of one FP32 output a layer. See the book's page "A better fix"."""
+price of one FP32 output a layer. See the book's page "Clean δ, the smallest fix"."""
 SAFE = FA2.replace(row_sum="refined")
 """The policy to take home: `FA2` whose backward takes the sum of each row of dS back.
 

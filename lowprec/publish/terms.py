@@ -21,6 +21,7 @@ MARKED = {
     "take-off": r"[Tt]akes? off|[Tt]ake-offs?",
     "tied maximum": r"[Tt]ied (?:maximum|maxima)",
     "mean key": r"[Mm]ean keys?",
+    "weighted key": r"[Ww]eighted keys?",
     "twin": r"[Tt]wins?",
     "onset": r"[Oo]nsets?",
     "capture": r"[Cc]aptures?",

@@ -68,13 +68,19 @@ class Record:
 
 def share(part, whole, draws: int = 10_000) -> Estimate:
     """The mean of some gaps over that of others, with the interval of a bootstrap over seeds.
-    part, whole: (seeds,), the same seeds in order."""
+
+    part, whole: (seeds,), the same seeds in order. Where the interval of the others' mean holds 0
+    there may be nothing to have a share of, and that of the share is unbounded.
+    """
     gaps = np.stack([part, whole], axis=1)
     rng = np.random.default_rng(0)
     means = gaps[rng.integers(len(gaps), size=(draws, len(gaps)))].mean(1)
     with np.errstate(divide="ignore"):  # a draw of seeds without a gap has no share: infinite
         shares = means[:, 0] / means[:, 1]
     low, high = np.quantile(shares, (0.025, 0.975))
+    least, most = np.quantile(means[:, 1], (0.025, 0.975))
+    if least <= 0 <= most:
+        low, high = -np.inf, np.inf
     return Estimate(gaps.mean(0)[0] / gaps.mean(0)[1], low, high)
 
 

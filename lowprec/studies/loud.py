@@ -406,9 +406,10 @@ class Record:
         """The mean gap in spreads, with its interval at 95 %."""
         return estimate((self.gap(arm, octaves) / self.spread).tolist())
 
-    def measured(self, arm: str, octaves: int) -> Measured:
-        """The same for a claim."""
+    def measured(self, arm: str, octaves: int, of=None) -> Measured:
+        """The same for a claim; of: what is taken of the gap, such as `gaps.size`."""
         found = self.spreads(arm, octaves)
+        found = of(found) if of else found
         return Measured(found.mean, len(self.end("fp32")), (found.low, found.high))
 
 
