@@ -141,6 +141,17 @@ def test_what_was_recorded_otherwise_is_said_before_anything_starts(file, here, 
     assert shown.index(f"low-seed0: {said}") < shown.index("low-seed1  running")
 
 
+def test_a_field_that_a_run_does_not_know_had_its_default(file, here):
+    run_campaign(file, only=("low-seed0",))
+    record = file.parent / "low-seed0" / "run.json"
+    info = json.loads(record.read_text())
+    del info["config"]["norm"]
+    record.write_text(json.dumps(info))
+    file.write_text(file.read_text().replace("n_layer: 1", "n_layer: 1, norm: rms"))
+    said = run_campaign(file, only=("low-seed0",))["low-seed0"]
+    assert said == "recorded before, with norm=layer, not rms"
+
+
 def test_how_a_run_went_says_whether_it_exploded(tmp_path):
     recorded = files.data_root() / "runs" / "mini"
     for name, end in (("low-seed0", r", exploded at step [\d,]+"), ("o_fp32-seed0", "")):
@@ -238,6 +249,9 @@ def test_a_run_that_outlived_its_campaign_is_left_alone(file):
         ("preset: tiny", "preset: tiny\narm: 1", "unknown key arm"),
         ("seeds: [0, 1]", "seeds: [zero]", "arm low must list its seeds, each once"),
         ("low:", "../low:", "names folders"),
+        ("low:", "1.10:", "arm 1.1 is no text to YAML, but 1.1; write its name in quotes"),
+        ("  bad:", "  1: {}\n  0x1:", "0x1 stands twice"),
+        ("seeds: [0, 1]", "seeds: [0, 1], seed: 5", "arm low sets seed"),
         ("{policy: LOW, seeds: [0, 1]}", "LOW", "must be settings"),
         ("preset: tiny", "preset: [tiny]", "preset must be one of gpt2"),
     ],

@@ -251,6 +251,19 @@ def test_manifest_names_what_differs(tmp_path):
         manifest.verify(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["a folder", "a file", "nothing"])
+def test_a_link_is_named(tmp_path, target):
+    root = tmp_path / "data"
+    (root / "inside").mkdir(parents=True)
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a file").write_text("1")
+    manifest.write_manifest(root)
+    (root / "inside" / "link").symlink_to(tmp_path / target)
+    for call in (manifest.verify, manifest.write_manifest):
+        with pytest.raises(UserError, match="link is a link; put in its place"):
+            call(root)
+
+
 @pytest.mark.parametrize("text", ["[]", "[1]", "3", "null"])
 def test_a_manifest_of_another_kind_is_named(tmp_path, text):
     (tmp_path / "a").write_text("1")

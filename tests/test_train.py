@@ -33,6 +33,7 @@ from lowprec.attention import reference
 from lowprec.diagnose import probe as affected
 from lowprec.numerics import policy
 from lowprec.records import explosion, files, provenance, runs
+from lowprec.records.tables import weights_sha256
 from lowprec.training import campaign, loop, recorder
 from lowprec.training.capture import Capture
 from lowprec.training.config import PRESETS, TrainConfig
@@ -248,7 +249,7 @@ def contents(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-def stop_in_step(last, config, out, monkeypatch):
+def stop_in_step(last, config, out, monkeypatch, **how):
     measured = Recorder.measured
 
     def interrupted(self, *numbers):
@@ -259,7 +260,7 @@ def stop_in_step(last, config, out, monkeypatch):
     said = f"stopped after {last} steps"
     with monkeypatch.context() as patch, pytest.raises(UserError, match=said):
         patch.setattr(Recorder, "measured", interrupted)
-        train(config, out, resume=True)
+        train(config, out, resume=True, **how)
 
 
 def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, monkeypatch):
@@ -338,6 +339,15 @@ def test_a_record_says_what_made_which_steps(tmp_path, monkeypatch):
     assert run.hardware == "CPU and H" and len(run.metrics) == 8
 
 
+def test_predictions_that_were_changed_in_between_show(tmp_path, monkeypatch, capsys):
+    config, here = small(steps=8, checkpoint_every=8), provenance.provenance("cpu")
+    stop_in_step(3, config, tmp_path / "a", monkeypatch, campaign="a")
+    run = train(config, tmp_path / "a", resume=True, campaign="b")
+    assert run.info["earlier"] == [dict(steps=3, processes=1, campaign_sha256="a") | here]
+    assert run.info["campaign_sha256"] == "b"
+    assert "goes on at step 3 with other campaign_sha256 a -> b" in capsys.readouterr().out
+
+
 def test_a_resumed_run_keeps_its_projections(tmp_path, monkeypatch):
     """The checkpoint comes between two choices of GaLore's directions."""
     pytest.importorskip("pytorch_optimizer")
@@ -367,6 +377,50 @@ def test_a_run_that_cannot_take_its_name_can_be_resumed(tmp_path, monkeypatch):
     assert run.finished and list(contents(tmp_path / "a")) == [
         "metrics.parquet", "probes.parquet", "run.json"
     ]  # fmt: skip
+
+
+def test_a_run_killed_as_it_ended_and_again_as_it_went_on_reads(tmp_path, monkeypatch):
+    config, write = small(steps=8, checkpoint_every=6, probe_every=8), files.write_atomic
+
+    def killed(*how):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recorder.os, "rename", killed)
+        train(config, tmp_path / "a")
+    assert runs.load_run(tmp_path / ".a.part").info["ended"] == "completed"
+
+    def between(path, how):
+        write(path, how)
+        if path.name == "run.json":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "write_atomic", between)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "a", resume=True)
+    assert len(runs.load_run(tmp_path / ".a.part").metrics) == 6
+
+
+def test_a_checkpoint_left_in_a_run_that_has_ended_goes(tmp_path):
+    train(small(), tmp_path / "a")
+    (tmp_path / "a/checkpoint.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match="has ended, there is nothing to resume"):
+        train(small(), tmp_path / "a", resume=True)
+    assert not (tmp_path / "a/checkpoint.pt").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_called_damaged(tmp_path, monkeypatch):
+    config = small(checkpoint_every=2)
+    stop_in_step(3, config, tmp_path / "a", monkeypatch)
+
+    def full(*how):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "_take", full)
+        with pytest.raises(UserError, match="could not be taken up: out of memory"):
+            train(config, tmp_path / "a", resume=True)
+    assert train(config, tmp_path / "a", resume=True).finished
 
 
 def test_an_existing_folder_is_refused_and_has_ended_only_if_it_is_a_run(tmp_path):
@@ -854,9 +908,11 @@ def test_in_fp16_too_a_non_finite_loss_ends_all_updates(tmp_path, monkeypatch, l
 
     monkeypatch.setattr(GPT, "forward", failing)
     run = train(small(amp="fp16", probe_every=4, weights_at=(1, 2, 3)), tmp_path / "a")
-    a, b, c = (torch.load(p)["token.weight"] for p in sorted((tmp_path / "a/.weights").iterdir()))
+    (before,) = (tmp_path / "a/.weights").iterdir()  # there are no steps 2 and 3
+    assert before.name == "step-000001.pt" and len(calls) == 4
     assert run.info["ended"] == "non-finite" and run.info["steps"] == 2
-    assert torch.equal(a, b) and torch.equal(b, c), "the finite loss after it made an update"
+    same = weights_sha256(torch.load(before)) == run.info["weights_sha256"]
+    assert same, "the finite loss after it made an update"
 
 
 def test_a_resumed_fp16_run_keeps_its_scale(tmp_path, monkeypatch, low_scale):
@@ -909,6 +965,33 @@ def test_the_rolling_captures_before_an_explosion_stay(tmp_path, monkeypatch):
     sums = run.onset.groupby(["step"]).delta_abs.sum()
     by_probe = run.probes.groupby("step").delta_abs.sum()
     assert sums[:2].sum() == pytest.approx(by_probe[1], rel=1e-6)
+
+
+def test_a_run_killed_in_its_rise_keeps_the_captures_before_it(tmp_path, monkeypatch):
+    """It goes on from a checkpoint before the rise, with captures in its folder from after it."""
+    real, measured = explosion.find_explosion, Recorder.measured
+
+    def rising(losses):
+        return explosion.Explosion(5, len(losses) > 14) if len(losses) > 6 else real(losses)
+
+    def killed(self, *numbers):
+        measured(self, *numbers)
+        if self.step == 11:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(explosion, "find_explosion", rising)
+    config = small(
+        policy="LOW", steps=40, capture_every=1, capture_keep=3, stop_after_explosion=4,
+        checkpoint_every=6,
+    )  # fmt: skip
+    whole = train(config, tmp_path / "a")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Recorder, "measured", killed)
+        train(config, tmp_path / "b")
+    run = train(config, tmp_path / "b", resume=True)
+    assert run.metrics.equals(whole.metrics)
+    names = [sorted(contents(tmp_path / k / "captures")) for k in "ab"]
+    assert names[0] == names[1] and len(names[0]) > 3
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,10 @@ from lowprec.records.files import data_root, sha256
 def _entries(root: Path) -> dict[str, tuple[Path, list[Path]]]:
     """What the manifest lists: each file, and each packed campaign as one; {name: (path, files)}.
 
-    Not the manifest itself, nor what is hidden: logs and unfinished runs."""
+    Not the manifest itself, nor what is hidden: logs and unfinished runs. Raises `UserError` at a
+    link, through which what is read could change without a trace."""
+    if link := next((p for p in sorted(root.rglob("*")) if p.is_symlink()), None):
+        raise UserError(f"{link} is a link; put in its place what it leads to")
     files = [p for p in root.rglob("*") if p.is_file() and p != root / "manifest.json"]
     hidden = {p for p in files if any(part.startswith(".") for part in p.relative_to(root).parts)}
     files = sorted(set(files) - hidden)

@@ -56,6 +56,8 @@ def train(
     out = Path(out)
     if out.exists() or runs.is_run(out):
         ended = resume and runs.is_run(out)
+        if ended:  # a process that was killed as it ended can have left it
+            (out / "checkpoint.pt").unlink(missing_ok=True)
         why = "has ended, there is nothing to resume" if ended else "exists"
         raise UserError(f"run folder {out} {why}; it is never overwritten, choose another name")
     with processes(config) as group, deterministic(), stop_signal() as stop:
@@ -223,7 +225,7 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
             parameters["lr"] = lr
         batches = micro_batches(config, tokens, group, step)
         specimens.before_step(step, batches)
-        if step in config.weights_at:
+        if step in config.weights_at and not broken:  # as there is no such step
             recorder.keep_weights(model)
         draw = functools.partial(seeds, step)
         loss = _gradients(replicas, group, batches, probe, amp, draw, scaler)

@@ -72,6 +72,8 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
     jobs = []
     for arm, changes in spec["arms"].items():
         where = f"{path.name}: arm {arm}"
+        if not isinstance(arm, str):
+            raise UserError(f"{where} is no text to YAML, but {arm!r}; write its name in quotes")
         if not re.fullmatch(r"\w[\w.+-]*", str(arm)):
             raise UserError(f"{where} names folders; take letters, digits and _ . + -")
         changes = dict(changes)
@@ -87,6 +89,8 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
                 close = difflib.get_close_matches(str(name), names, n=1)
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise UserError(f"{where} sets unknown field {name}{hint}")
+        if "seed" in values:
+            raise UserError(f"{where} sets seed, which each of its seeds is")
         for seed in seeds:
             try:
                 config = dataclasses.replace(PRESETS[spec["preset"]], **(values | {"seed": seed}))
@@ -117,12 +121,15 @@ def _read(path: Path) -> dict:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """Refuses a name that stands twice in one mapping, of which YAML would take the last."""
+    """Refuses a name that stands twice in one mapping, of which YAML would take the last.
+
+    1.1 and 1.10 are one name, and so are yes and on, unless they stand in quotes."""
 
     def construct_mapping(self, node, deep=False):
-        keys = [key for key, _ in node.value]
+        keys = [key for key, _ in node.value if not key.tag.endswith(":merge")]
+        read = [self.construct_object(key, deep=True) for key in keys]
         for i, key in enumerate(keys):
-            if any(key.value == earlier.value for earlier in keys[:i]):
+            if read[i] in read[:i]:
                 problem = f"{key.value} stands twice, again in line {key.start_mark.line + 1}"
                 raise yaml.constructor.ConstructorError(problem=problem)
         return super().construct_mapping(node, deep)

@@ -249,7 +249,8 @@ class Recorder:
 
     def _sittings(self) -> list[dict]:
         """What made the steps so far, and up to which: the last is this sitting."""
-        now = {k: self.info[k] for k in ("processes", "hardware", "versions", "commit")}
+        asked = ("processes", "hardware", "versions", "commit", "campaign_sha256")
+        now = {k: self.info[k] for k in asked if k in self.info}
         return [*self.info.get("earlier", []), dict(steps=self.step) | now]
 
     def restore(self, model, optimizer, scaler):
@@ -265,6 +266,9 @@ class Recorder:
             differ = sorted(k for k in before.keys() | now if before.get(k) != now.get(k))
             if not differ:
                 self._take(state, model, optimizer, scaler)
+        except (OSError, torch.OutOfMemoryError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{path} is there, and could not be taken up: {reason}") from None
         except Exception as error:  # a damaged archive or another program's raises many types
             raise UserError(
                 f"{path} is damaged ({type(error).__name__}); move {self.part} away, whose tables "
@@ -281,7 +285,8 @@ class Recorder:
         """Have run.json say no more steps than the tables will have once they are written anew."""
         file = self.part / "run.json"
         if file.is_file() and (info := json.loads(file.read_text()))["steps"] > self.step:
-            text = json.dumps(info | dict(steps=self.step), indent=1) + "\n"
+            info |= dict(steps=self.step, ended="running")  # also where it had come to its end
+            text = json.dumps(info, indent=1) + "\n"
             files.write_atomic(file, lambda out: out.write(text.encode()))
 
     def _take(self, state: dict, model, optimizer, scaler):
@@ -290,9 +295,12 @@ class Recorder:
         scaler.load_state_dict(state["scaler"])
         *earlier, last = json.loads(state["sittings"])
         now = self._sittings()[-1] | dict(steps=last["steps"])
+        last = now | last  # an older checkpoint says nothing of the campaign
         if last != now:
             earlier.append(last)
-            differ = ", ".join(f"{k} {last[k]} -> {now[k]}" for k in now if last[k] != now[k])
+            differ = ", ".join(
+                f"{k} {last[k]} -> {now.get(k)}" for k in last if last[k] != now.get(k)
+            )
             if self.group.rank == 0:
                 print(f"{self.name} goes on at step {last['steps']:,} with other {differ}")
         if earlier:  # else as if it had never stopped

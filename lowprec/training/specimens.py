@@ -28,6 +28,11 @@ class Specimens:
             capture.check_size(capture.tensor_bytes(model.config, heads, amp))
         self.folder = recorder.part / "captures"
         self.window = None
+        for path in self.folder.glob("step-*.xz"):
+            if path >= self._path(
+                recorder.step
+            ):  # after the checkpoint: made again
+                path.unlink()
         asked = {self._path(step) for step in self.config.capture_at}
         made = set(self.folder.glob("step-*.xz")) if self.config.capture_every else set()
         self.rolling = sorted(made - asked)  # by a run that is resumed here
@@ -59,8 +64,6 @@ class Specimens:
     def _capture(self, step: int, batches) -> Path:
         """Capture one layer on the first micro-batch."""
         c, path = self.config, self._path(step)
-        if path.exists():  # made before the run was interrupted, from the same weights
-            return path
         layers = None if c.capture_layer is None else [c.capture_layer]
         seen = self._observe(step, batches, 0, layers)
         layer, head, sequence = capture.suspect(seen)
