@@ -53,6 +53,8 @@ def test_what_another_arm_leaves_of_a_gap():
     some["half"] = [1.0, 3.0, 4.0]
     share = made(some).left("half", "whole")
     assert share.mean == pytest.approx(0.4) and share.low == 0 and share.high == pytest.approx(0.5)
+    unsure = gaps.share([1.0, 1.0, 1.0, 1.0], [9.0, -8.0, 9.0, -8.0])
+    assert unsure == (2.0, float("-inf"), float("inf")), "of what may be nothing"
 
 
 def test_the_size_of_a_gap_reaches_zero_where_the_gap_does():

@@ -77,6 +77,7 @@ def test_a_window_of_steps():
     whole, pieces = found.iloc[-1], found.iloc[:-1]
     assert pieces.measured.sum() == pytest.approx(whole.measured)
     assert whole.predicted <= 1.3 * pieces.predicted.sum()  # a sketch is off by a fifth
+    assert spike.projected(window) == pytest.approx(1, abs=0.36)  # twice 18 %
     ends = pd.DataFrame(dict(predicted=[2.0, 1.0, 1.0], measured=[1.0, 4.0, -1.0]))
     assert spike.factor_off(ends).tolist() == pytest.approx([2, 4, np.inf])
     course = pd.DataFrame(dict(x=[1.0, 1.0, 7.0, 9.0, 9.0, 9.0, 3.0, 3.0]))

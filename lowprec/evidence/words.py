@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 PROFILES = ("recorded", "gpu")
@@ -20,6 +21,8 @@ def number(value, exact: bool = False) -> str:
     full."""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if math.isinf(value := float(value)):  # in text, as an output of a page has it
+        return "−∞" if value < 0 else "∞"
     if (float(value).is_integer() or not exact and abs(value) >= 999.95) and abs(value) < 1e15:
         return f"{value:,.0f}".replace("-", "−")
     return (repr(float(value)) if exact else f"{value:.4g}").replace("-", "−")

@@ -151,12 +151,14 @@ def _show_in_place(nb) -> None:
 
 
 def found(result) -> str:
-    """What was measured, as short as can be: a count, or the value with its n."""
+    """What was measured, as short as can be: a count, or the value with what its rule asks of it
+    and its n."""
     if result.value is None:
         return result.measured()
     if result.claim.parsed.counts:
         return f"{result.count} {result.claim.unit}".rstrip()
-    return f"{result.text}, n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{result.size}"
+    asked = f"({result.claim.parsed.words} asked)"
+    return f"{result.text} {asked}, n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{result.size}"
 
 
 def line(result) -> str:

@@ -112,6 +112,13 @@ def steps(window) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
+def projected(window) -> float:
+    """The length of the sum of a window's errors by random projections, from which `steps` takes
+    its sums, over the recorded one."""
+    errors = course(window)
+    return float(sketched_sum(errors).sum_norm.iloc[0] / errors.sum_norm.iloc[-1])
+
+
 def factor_off(found: pd.DataFrame) -> pd.Series:
     """Predicted over measured growth or its inverse, whichever is larger; inf if σ shrinks."""
     measured = found.measured.where(found.measured > 0, 0)
