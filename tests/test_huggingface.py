@@ -107,6 +107,63 @@ def test_with_padding_it_is_the_librarys(name, side):
         assert all(apart(*pair) < 5e-6 for pair in zip(ours, theirs, strict=True))
 
 
+def test_a_decoder_whose_modules_do_not_say_that_they_are_causal():
+    """NllbMoe leaves that to its mask, and transformers has no *sdpa* for it."""
+    config = transformers.AutoConfig.for_model(
+        "nllb-moe", vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, num_experts=4, pad_token_id=0, decoder_start_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    ids, other = tokens(1, 12), tokens(1, 12)
+    other[0, -1] = (ids[0, -1] + 1) % 60 + 3
+    huggingface.register("exact", "ALL_FP32", "emulate")
+    found = {}
+    for name in ("eager", "exact"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found[name], b = (
+                model(input_ids=ids, decoder_input_ids=x).logits[0] for x in (ids, other)
+            )
+        assert torch.equal(found[name][:11], b[:11]) and not torch.equal(found[name][11], b[11])
+    assert apart(found["exact"], found["eager"]) < 5e-6
+
+
+def test_layers_with_fewer_queries_than_keys_are_aligned_by_their_mask():
+    """Gemma 4 cuts its mask where layers share keys, for *sdpa* by that name alone."""
+    config = transformers.AutoConfig.for_model(
+        "gemma4_text", **SIZES | dict(num_hidden_layers=4), vocab_size_per_layer_input=64,
+        head_dim=16, global_head_dim=16, hidden_size_per_layer_input=8, num_kv_shared_layers=2,
+        sliding_window=32, layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    huggingface.register("exact", "ALL_FP32", "emulate")
+
+    def logits(name, **how):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            return model(tokens(1, 12), **how).logits
+
+    def static():
+        cache = transformers.StaticCache(config=config, max_cache_len=32)
+        return dict(logits_to_keep=1, past_key_values=cache)
+
+    for how in (lambda: dict(logits_to_keep=4), static):
+        assert apart(logits("exact", **how()), logits("eager", **how())) < 5e-6
+
+
+def test_sparse_attention_is_refused():
+    sizes = SIZES | LATENT | MOE | dict(index_topk=4, index_n_heads=2, index_head_dim=16)
+    config = transformers.AutoConfig.for_model("deepseek_v32", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    huggingface.register()
+    model.set_attn_implementation("lowprec")
+    with pytest.raises(UserError, match="does not support indices; leave it out"):
+        model(tokens(1, 24))
+
+
 @models
 def test_no_later_token_reaches_an_earlier_logit(name):
     model = make(name)

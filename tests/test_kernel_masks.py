@@ -26,6 +26,39 @@ def dense(*shape, blind=False):
     return seen
 
 
+@pytest.mark.parametrize("x", ["e4m3fn", "e2m3_saturate", "e3m2_saturate", "e5m2", "bf16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_format_without_infinity_does_not_show_what_is_hidden(x, device):
+    q, k, v = (t.to(device) for t in torch.randn(3, 1, 1, 70, 16))
+    other = v.clone()
+    other[:, :, 40:] += 1000.0  # hidden from the first 40 queries
+    found = {}
+    for impl in ("emulate", "triton"):
+        how = dict(is_causal=True, policy=f"ALL_FP32+x={x}", impl=impl)
+        a, b, ones = (sdpa(q, k, values, **how) for values in (v, other, torch.ones_like(v)))
+        assert torch.equal(a[:, :, :40], b[:, :, :40])
+        torch.testing.assert_close(ones, torch.ones_like(ones), rtol=1e-5, atol=0)
+        found[impl] = a
+    torch.testing.assert_close(*found.values(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changed", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_saved_output_may_come_back_in_another_layout(changed, device):
+    """From a hook that offloads some of the saved tensors: of both outputs, or of one."""
+    q, k, v, do = (t.bfloat16().to(device) for t in torch.randn(4, 1, 4, 40, 16))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def gradients(unpack):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            o = attention(*leaves, "FA2+delta_from=o_fp32", impl="triton")
+        return torch.autograd.grad(o, leaves, do)
+
+    right = gradients(lambda t: t)
+    again = gradients(lambda t: t.contiguous() if t.dtype == changed else t)
+    assert all(torch.equal(a, b) for a, b in zip(again, right, strict=True))
+
+
 MASKS = {
     # queries, keys, mask
     "more keys": (37, 70, Mask()),

@@ -286,3 +286,28 @@ def test_pytorchs_kernel_takes_masks_and_biases():
     o = attention(*leaves[:3], impl="sdpa", **how)
     exact = oracle(*(x.detach() for x in leaves[:3]), **how).o
     torch.testing.assert_close(o.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["emulate", "oracle"])
+@pytest.mark.parametrize("policy", ["ALL_FP32", "SAFE"])
+def test_no_sink_beside_a_row_that_sees_no_key(impl, policy):
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 4, 8).unbind())
+    sinks = torch.tensor([-torch.inf, 0.0], requires_grad=True)
+    seen = torch.ones(4, 4, dtype=torch.bool)
+    seen[1] = False
+    how = dict(policy=policy, impl=impl)
+    o = sdpa(q, k, v, seen, scores=Scores(sinks=sinks), **how)
+    grads = torch.autograd.grad(o.sum(), (q, k, v, sinks))
+    assert not o[0, :, 1].any() and all(g.isfinite().all() for g in grads) and grads[3][0] == 0
+    bare = sdpa(q[:, :1], k[:, :1], v[:, :1], seen, **how)
+    torch.testing.assert_close(o[:, :1], bare, rtol=1e-6, atol=1e-6)
+
+
+def test_a_bias_of_keys_that_nobody_sees_is_cut_with_them():
+    q, k, v = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    bias, how = torch.randn(4, 7), dict(is_causal=True, policy="ALL_FP32")
+    o = sdpa(q, k, v, scores=Scores(bias=bias), **how)
+    few = sdpa(q, k[:, :, :4], v[:, :, :4], scores=Scores(bias=bias[:, :4]), **how)
+    assert torch.equal(o, few)
+    one = sdpa(q, k, v, scores=Scores(bias=bias[:, :1]), **how)
+    torch.testing.assert_close(one, sdpa(q, k, v, **how))

@@ -19,6 +19,19 @@ from lowprec.numerics.policy import FA2, LOW, PrecisionPolicy
 REMOVED = dict(row_sum="removed")
 
 
+@pytest.mark.parametrize("vector", ["mean key", "weighted key"])
+def test_in_float64_the_gradient_is_that_of_the_kernel(vector):
+    q, k, v = (x.double().requires_grad_() for x in family("normal", (1, 1, 5, 4))[:3])
+    kernel = scaled_dot_product_attention
+    assert torch.autograd.gradcheck(lambda *x: row_sums_out(kernel, *x, vector=vector), (q, k, v))
+    w = torch.ones(1, 1, 5, 4).double()
+    ours, plain = (
+        torch.autograd.grad(o, (q, k, v), w)
+        for o in (row_sums_out(kernel, q, k, v, vector=vector), kernel(q, k, v))
+    )
+    assert max((a - b).abs().max() for a, b in zip(ours, plain, strict=True)) < 1e-14
+
+
 def inputs(dtype=torch.float32, shape=(2, 2, 96, 32), common=10.0):
     """Keys with a large common part; numbers that BF16 holds."""
     q, k, v, do = (x.float() for x in family("normal", shape))

@@ -104,7 +104,10 @@ def sdpa(
     if how is not None:
         return _pytorch(query, key, value, scale, **how).reshape(shape)
     if is_causal and query.shape[2] < key.shape[2]:  # nobody sees the keys beyond
-        key, value = (t[:, :, : query.shape[2]] for t in (key, value))
+        n = query.shape[2]
+        key, value = (t[:, :, :n] for t in (key, value))
+        if scores is not None and scores.bias is not None and scores.bias.shape[-1:] != (1,):
+            scores = dataclasses.replace(scores, bias=scores.bias[..., :n])
     if key.shape[1] != value.shape[1]:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     seed = torch.randint(2**32, (1,)) if dropout_p else 0

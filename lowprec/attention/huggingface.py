@@ -21,7 +21,7 @@ from lowprec.attention.drop_in import sdpa
 from lowprec.attention.masks import Mask, Scores, packed
 from lowprec.numerics.policy import SAFE, PrecisionPolicy
 
-REFUSED = ("cache", "head_mask", "output_attentions")
+REFUSED = ("cache", "head_mask", "output_attentions", "indices", "block_indices", "sinks")
 """Arguments of the registry's functions that change attention, or ask for its weights."""
 OWN = ("softcap", "s_aux", "position_bias")
 """Those that `sdpa` has and PyTorch's signature has not."""
@@ -52,6 +52,8 @@ def register(name: str = "lowprec", policy=SAFE, impl: str = "auto", attention=s
             refused += [x for x in OWN if given[x] is not None]
         if refused:
             raise UserError(f"attention {name!r} does not support {refused[0]}; leave it out")
+        if getattr(attention_mask, "is_causal_alone", False):
+            attention_mask, is_causal = None, True
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         is_causal = is_causal and attention_mask is None and query.shape[2] > 1
@@ -74,8 +76,18 @@ def register(name: str = "lowprec", policy=SAFE, impl: str = "auto", attention=s
         )  # fmt: skip
         return o.transpose(1, 2).contiguous(), None
 
+    def mask(*given, **how):
+        """transformers' own. Where that leaves the causal mask to the attention, whose module need
+        not know that it is causal, one that says so, for as long as nobody cuts it."""
+        made = sdpa_mask(*given, **how)
+        if made is None and how.get("allow_is_causal_skip", True) and how.get("q_length") != 1:
+            made = sdpa_mask(*given, **how | dict(allow_is_causal_skip=False))
+            if made is not None and not torch.compiler.is_compiling():
+                made.is_causal_alone = True
+        return made
+
     AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask)
     return name
 
 

@@ -87,7 +87,7 @@ def attention_op(
         return tuple(none.clone() if x is None else x for x in out)
     scores = Scores(scale, softcap, bias, sinks)
     t = eager(q, k, v, None, p, mask, scores, dropout, tile or None, impl, seed)
-    # the backward of these two recomputes the forward, so nothing else is kept
+    # the backward of these two recomputes the forward, so nothing but o is kept
     return t.o.to(q.dtype).contiguous(), none, none.clone(), none.clone(), none.clone()
 
 

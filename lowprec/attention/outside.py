@@ -64,7 +64,8 @@ def row_sums_out(kernel, q, k, v, scale=None, *, vector="mean key", width=None, 
 
 def _mean_key(k, q, tokens: int) -> torch.Tensor:
     """The FP32 mean key for each head of q, one token long."""
-    mean, heads = k.float().mean(tokens, keepdim=True), -5 - tokens
+    wide = k.to(torch.promote_types(k.dtype, torch.float32))
+    mean, heads = wide.mean(tokens, keepdim=True), -5 - tokens
     if q.shape[heads] % k.shape[heads]:
         raise UserError(
             f"{q.shape[heads]} heads of queries are no multiple of {k.shape[heads]} of keys"
@@ -74,8 +75,10 @@ def _mean_key(k, q, tokens: int) -> torch.Tensor:
 
 def _without(dq, taken):
     """dq of the wide q, less its row sums times a vector (..., D)."""
-    d = taken.shape[-1]
-    left = dq[..., :d].float() - dq[..., d : d + 1].float() * taken.float()
+    if dq is None:
+        return None
+    d, kind = taken.shape[-1], torch.promote_types(dq.dtype, torch.float32)
+    left = dq[..., :d].to(kind) - dq[..., d : d + 1].to(kind) * taken.to(kind)
     return torch.cat([left.to(dq.dtype), dq[..., d:]], -1)
 
 

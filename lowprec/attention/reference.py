@@ -93,7 +93,7 @@ def oracle(
     p_unnorm = (s - finite[..., None]).exp()
     l = p_unnorm.sum(-1)  # noqa: E741
     if how.sinks is not None:
-        l = l + (sink - m).exp()  # noqa: E741
+        l = l + (sink - finite).exp()  # noqa: E741
     p = p_unnorm / torch.where(l == 0, 1.0, l)[..., None]
     keep = kept(s.shape, dropout, seed, q.device)
     entering = p if keep is None else inverse(dropout) * p.masked_fill(~keep, 0.0)
@@ -110,7 +110,7 @@ def oracle(
         if how.bias is not None:
             t.dbias = t.ds.sum_to_size(how.bias.shape)
         if how.sinks is not None:
-            of_sink = -(sink - t.lse).exp() * t.delta
+            of_sink = -(sink - torch.where(l == 0, torch.inf, t.lse)).exp() * t.delta
             t.row_sum, t.dsinks = t.row_sum + of_sink, of_sink.sum((0, 2))
         if slope is not None:
             t.ds = t.ds * slope
@@ -265,8 +265,8 @@ def _forward(q, k, v, policy, rnd, tile, seen_all, how, dropped) -> Trace:
         r = s.amax(-1, keepdim=True)
         m_new = torch.maximum(m, torch.where(r == NEG_INF, r, shifted_max(r, s, policy.shift, rnd)))
         finite = torch.where(m_new == NEG_INF, 0.0, m_new)  # a row that has seen no key yet
-        x = rnd("x", s - finite, column=start)
-        alpha = rnd("x", m - finite, column=n_k + j).exp()
+        x = rnd("x", s - finite, column=start).masked_fill(s == NEG_INF, NEG_INF)
+        alpha = rnd("x", m - finite, column=n_k + j).masked_fill(m == NEG_INF, NEG_INF).exp()
         p_unnorm = x.exp()
         if policy.shift.kind == "pow2":
             alpha = (powers(m) - powers(finite)).exp2().float()
@@ -332,7 +332,7 @@ def _backward(t, q, k, v, do, policy, rnd, tile, how, dropped):
         dq = _accumulate("dq_acc", dq, t.ds[..., keys] @ k[:, :, keys], rnd, 2 * j)
     t.row_sum = (raw if how.softcap else t.ds).sum(-1)  # zero in exact arithmetic
     if how.sinks is not None:
-        of_sink = -(how.sinks.float()[:, None] - t.lse).exp()
+        of_sink = -(how.sinks.float()[:, None] - lse[..., 0]).exp()
         t.row_sum = t.row_sum + of_sink * t.delta
     t.ds_dk, delta = t.ds, t.delta
     if policy.row_sum == "removed":

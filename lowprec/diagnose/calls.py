@@ -15,7 +15,10 @@ from lowprec.diagnose import measures
 from lowprec.numerics.policy import FA2, PrecisionPolicy
 from lowprec.training.model import GPT
 
-UNLIKE = dict(softcap="a soft cap", position_bias="a bias of positions", s_aux="sinks")
+UNLIKE = dict(
+    softcap="a soft cap", position_bias="a bias of positions", s_aux="sinks", sinks="sinks",
+    indices="a choice of keys", block_indices="a choice of keys",
+)  # fmt: skip
 """Arguments of the registry's functions by which a model's attention is another than is emulated
 here, in words."""
 ASKED = ("cache", "head_mask", "output_attentions")

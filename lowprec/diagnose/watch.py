@@ -33,7 +33,7 @@ OPERATOR = next(
 PLAIN = ("q", "k", "v", "probe", "policy", "causal", "scale", "tile", "impl", "seed")
 """Its arguments without which it is no attention; any other that is set is of a mask or a score."""
 UNLIKE = ("softcap", "position_bias", "s_aux", "cache", "head_mask", "cu_seq_lens_q", "bias",
-          "sinks", "offset")  # fmt: skip
+          "sinks", "offset", "indices", "block_indices")  # fmt: skip
 """Arguments by which attention is another than is emulated here."""
 
 SHORT = (torch.bfloat16, torch.float16)

@@ -29,9 +29,7 @@ class Specimens:
         self.folder = recorder.part / "captures"
         self.window = None
         for path in self.folder.glob("step-*.xz"):
-            if path >= self._path(
-                recorder.step
-            ):  # after the checkpoint: made again
+            if path >= self._path(recorder.step):  # after the checkpoint: made again
                 path.unlink()
         asked = {self._path(step) for step in self.config.capture_at}
         made = set(self.folder.glob("step-*.xz")) if self.config.capture_every else set()

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from lowprec.attention.kernels.rounding import (
+    INF,
     LN2,
     LOG2E,
     by_powers,
@@ -108,6 +109,8 @@ def new_maximum(b_m, b_r, b_r2, o_q, who, n, j, c: tl.constexpr):
         b_alpha = tl.where(b_finite == b_finite, b_alpha, b_finite)
     else:
         b_alpha = exp(round_site(b_m - b_finite, c.x, who, o_q, n + j, c.native))
+        if c.x != 0 and c.x.beyond != INF:  # such a format does not keep what is hidden at -inf
+            b_alpha = tl.where(b_m == float("-inf"), 0.0, b_alpha)
     return b_new, b_finite, b_alpha
 
 
@@ -134,6 +137,8 @@ def weighted_sum(
     else:
         b_x = difference(b_stored, b_s, b_finite[:, None], scale, c.exact)
         b_p = exp(round_site(b_x, c.x, who, o_q[:, None], o_k[None, :], c.native))
+        if c.x.beyond != INF:
+            b_p = tl.where(b_x == float("-inf"), 0.0, b_p)
     b_operand = operand(b_p, c.p, who, o_q[:, None], o_k[None, :], c.native)
     if c.l_from == "p_both":
         b_total_lse += tl.sum(b_p, 1)

@@ -360,7 +360,10 @@ def backward(
     if probe:
         delta_o, delta_ref = torch.empty_like(lse), torch.empty_like(lse)
         sums = torch.empty(b, h, n_blocks, 3, dtype=torch.float32, device=q.device)
-    # o_fp32 has the memory layout of o, so one set of strides serves both
+    # one set of strides serves both; a hook on saved tensors may have changed a layout
+    o = last_contiguous(o)
+    if o_fp32 is not None and o_fp32.dim() == 4 and o_fp32.stride() != o.stride():
+        o_fp32 = torch.empty_like(o, dtype=torch.float32).copy_(o_fp32)
     with on_device(q):
         bwd.attention_bwd_dq_kernel[(n_blocks * b * h,)](
             q, k, v, do, o, o_fp32, mean_key, lse, ties, delta, delta_dk, delta_o, delta_ref, sums,
