@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import math
 import re
 import subprocess
 import sys
@@ -399,6 +400,10 @@ def test_a_result_survives_the_notebook_file(folder):
     assert one.measured() == "mean error in ulp: −0.25, n = 1 sum, 8 needed"
     units = judged(folder, EXPLODES, SEEDS)
     assert claims.Result.from_dict(json.loads(json.dumps(units.as_dict()))) == units
+    wide = claims.check("bias", -0.25, 8, (-math.inf, math.inf), folder=folder(ENTRY))
+    record = json.dumps(wide.as_dict(), allow_nan=False)
+    assert claims.Result.from_dict(json.loads(record)) == wide and wide.verdict == "inconclusive"
+    assert wide.text == "−0.25 [−∞, ∞]" and wide.as_lock()["interval"] == ["-inf", "inf"]
 
 
 def test_a_claim_with_a_gloss_is_not_laid_in_its_sources_mouth(folder):

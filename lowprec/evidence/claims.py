@@ -256,8 +256,8 @@ def recorded(folder: Path | None = None) -> dict[str, Result]:
     for claim in registry.values():
         if entry := held[claim.page].get(claim.id):
             entry = {key: value for key, value in entry.items() if key != "first_run"}
-            interval = entry.get("interval")
-            results[claim.id] = Result(claim, **{**entry, "interval": interval and tuple(interval)})
+            interval = entry.get("interval") and tuple(map(float, entry["interval"]))
+            results[claim.id] = Result(claim, **{**entry, "interval": interval})
     return results
 
 

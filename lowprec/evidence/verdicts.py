@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -145,17 +146,21 @@ class Result:
         return "\n\n".join(filter(None, (rule, listed, self.note)))
 
     def as_dict(self) -> dict:
-        return asdict(self)
+        return asdict(self) | {"interval": self._ends()}
+
+    def _ends(self) -> list | None:
+        """Its interval as JSON can hold it, which knows no infinity."""
+        return self.interval and [x if math.isfinite(x) else str(x) for x in self.interval]
 
     @classmethod
     def from_dict(cls, record: dict) -> Result:
-        interval = record["interval"] and tuple(record["interval"])
+        interval = record["interval"] and tuple(map(float, record["interval"]))
         return cls(**{**record, "claim": Claim(**record["claim"]), "interval": interval})
 
     def as_lock(self) -> dict:
         """Its entry in the lock of its page, to six digits; in full where the rule asks for one
         fraction."""
-        more = {"interval": self.interval and list(self.interval), "by": self.by}
+        more = {"interval": self._ends(), "by": self.by}
         more = {key: rounded(value) for key, value in more.items() if value}
         value = self.value if self.claim.parsed.is_exact else rounded(self.value)
         return {"verdict": self.verdict, "value": value, "n": self.n} | more

@@ -21,7 +21,7 @@ def number(value, exact: bool = False) -> str:
     full."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if math.isinf(value := float(value)):  # in text, as an output of a page has it
+    if math.isinf(value):
         return "−∞" if value < 0 else "∞"
     if (float(value).is_integer() or not exact and abs(value) >= 999.95) and abs(value) < 1e15:
         return f"{value:,.0f}".replace("-", "−")
