@@ -3,7 +3,6 @@
 import ast
 import json
 import math
-import math
 import re
 import subprocess
 import sys
