@@ -195,7 +195,7 @@ def test_the_other_claims_are_one_fold_at_the_end():
     assert page.cells[3].source == (
         ":::{dropdown} 3 more claims of this page: 2 supported, 1 refuted\n"
         "- (claim-a)=\n  **supported**: No a. Runs that explode: 0 of 8. `a`\n\n"
-        f"- (claim-b)=\n  **refuted**: No b. 3.5 (at most 2 asked), {n}. `b`\n\n"
+        f"- (claim-b)=\n  **refuted**: No b. 3.5 (≤\N{NO-BREAK SPACE}2 asked), {n}. `b`\n\n"
         "- **supported**: No d. Runs that explode: 0 of 8. `d`\n:::"
     )
     assert page.cells[4].source.startswith(":::{dropdown} Rerun")

@@ -91,8 +91,11 @@ def test_both_ends_of_a_range_are_in_it():
     rule = rules.parse("share of equal elements in [0.1, 0.18]")
     assert [rule.holds(x) for x in (0.09, 0.1, 0.15, 0.18, 0.19)] == [False, *[True] * 3, False]
     assert rule.words == "from 0.1 to 0.18"
+    assert rule.symbols == "0.1 to 0.18"
 
 
 def test_a_single_fraction_is_asked_for_in_full():
     assert rules.parse("error in ulp == -0.7890625").words == "equal to −0.7890625"
     assert rules.parse("error in ulp < -0.7890625").words == "below −0.7891"
+    assert rules.parse("error in ulp < -0.7890625").symbols == "<\N{NO-BREAK SPACE}−0.7891"
+    assert rules.parse("count of sums that round == 3").symbols == "=\N{NO-BREAK SPACE}3"

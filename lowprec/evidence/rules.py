@@ -82,6 +82,14 @@ class Rule:
             return f"from {shown[0]} to {shown[1]}"
         return f"{COMPARISONS[self.comparison][1]} {shown[0]}"
 
+    @property
+    def symbols(self) -> str:
+        """The comparison as short as can be: "≤ 0.25"."""
+        if self.comparison == "in":
+            return self.words.removeprefix("from ")
+        sign = {"==": "=", "!=": "≠", "<=": "≤", ">=": "≥"}.get(self.comparison, self.comparison)
+        return f"{sign}\N{NO-BREAK SPACE}{number(self.limits[0], self.is_exact)}"
+
     def holds(self, value) -> bool:
         if self.comparison == "in":
             return self.limits[0] <= value <= self.limits[1]

@@ -157,7 +157,7 @@ def found(result) -> str:
         return result.measured()
     if result.claim.parsed.counts:
         return f"{result.count} {result.claim.unit}".rstrip()
-    asked = f"({result.claim.parsed.words} asked)"
+    asked = f"({result.claim.parsed.symbols} asked)"
     return f"{result.text} {asked}, n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{result.size}"
 
 
