@@ -13,7 +13,8 @@ from lowprec.attention.drop_in import sdpa
 from lowprec.attention.operator import resolve_impl
 from lowprec.attention.ops import flash_backward
 from lowprec.attention.reference import emulate, oracle
-from lowprec.numerics.policy import ALL_FP32, FA2, LOW
+from lowprec.numerics import agreement
+from lowprec.numerics.policy import ALL_FP32, FA2, LOW, PrecisionPolicy
 
 
 def run(inputs, policy, probe=None, **how):
@@ -292,3 +293,24 @@ def test_no_scale_makes_nan_of_pytorch_s_attention(scale):
     q, k, v = (torch.randn(1, 2, 5, 8) for _ in "qkv")
     ours, want = (attention(q, k, v, "FA2", scale=scale, impl=impl) for impl in ("sdpa", "oracle"))
     assert torch.allclose(ours, want.float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", ["offset(amplitude=-20)", "beta(beta=-2)"])
+def test_an_output_agrees_with_itself_where_the_maximum_moves_down(shift):
+    q, k, v = torch.randn(3, 1, 1, 64, 16)
+    policy = PrecisionPolicy.parse(f"ALL_FP32+shift={shift}")
+    t = emulate(q, k, v, policy)
+    how = (t, q, k, v, policy, None, 0.25)
+    assert agreement.agrees(t.o, t.o, *how)
+    assert all((bound >= 0).all() for bound in agreement.forward_bounds(*how).values())
+
+
+def test_a_distance_in_ulp_is_that_of_the_scale_of_each_row():
+    policy = FA2.replace(o="e4m3fn@token,pow2")
+    q, k, v = (x.bfloat16() for x in torch.randn(3, 1, 1, 64, 16))
+    found = []
+    for exponent in (-10, 0, 10):
+        values = v * 2.0**exponent
+        t = emulate(q, k, values, policy)
+        found.append(agreement.ulp_distance(0 * t.o, t.o, t, values, policy))
+    assert found[0] == found[1] == found[2] > 1

@@ -12,11 +12,11 @@ from lowprec.evidence.survival import counted
 from lowprec.numerics import scaling
 from lowprec.numerics.formats import E5M2, round_to
 from lowprec.numerics.recipe import Recipe
-from lowprec.numerics.scaling import PATIENCE, LossRule, LossScaler, flushed
+from lowprec.numerics.scaling import PATIENCE, LossRule, LossScaler, flushed, scaled
 from lowprec.records import files
 from lowprec.studies import eight
 from lowprec.training.config import TrainConfig
-from lowprec.training.eight import put_into
+from lowprec.training.eight import RuledScaler, put_into
 from lowprec.training.loop import train
 from lowprec.training.model import GPT
 from lowprec.training.plan import load_campaign
@@ -25,7 +25,8 @@ from lowprec.training.plan import load_campaign
 
 
 @pytest.mark.parametrize(
-    "text", ["1", "2^13", "dynamic", "dynamic,from2^8,every100,least2^7@0,least2^10@66", "1000"]
+    "text",
+    ["1", "2^13", "0.00001", "dynamic", "dynamic,from2^8,every100,least2^7@0,least2^10@66", "1000"],
 )
 def test_a_rule_is_its_text(text):
     rule = LossRule.parse(text)
@@ -252,6 +253,19 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_a_name(tmp_path, at_root, m
     assert counted(table, 5) == (0, 1) and counted(table, 6) == counted(table) == (0, 0)
 
 
+@pytest.mark.parametrize("group", ["tensor", "token", "channel", "block3"])
+def test_weights_are_stored_in_the_groups_that_products_read(group):
+    recipe = Recipe.parse("FP32+" + "+".join(f"{x}=e4m3@{group}" for x in ("w", "master", "grad")))
+    weight = torch.nn.Parameter(torch.randn(4, 6) * torch.logspace(-2, 2, 4)[:, None])
+    weight.grad = torch.randn(4, 6) * torch.logspace(-2, 2, 6)
+    optimizer = torch.optim.AdamW([weight], lr=0.0, fused=True)
+    scaler = RuledScaler(recipe, None, 0, torch.zeros(()), None)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    for stored in (weight.detach(), weight.grad):
+        torch.testing.assert_close(scaled(stored.mT, recipe.w), stored.mT, rtol=1e-6, atol=0)
+
+
 def test_a_delayed_scale_is_of_the_layers_own_past():
     """Once every layer has seen the same text many times, its last scale is the current one."""
     torch.manual_seed(0)
@@ -269,6 +283,7 @@ def test_a_delayed_scale_is_of_the_layers_own_past():
     [(dict(recipe="FP32+v=bf16"), "Adam's moments in FP32"), (dict(spurious=5), "set loss_scale"),
      (dict(recipe="FP32+x=e4m3@tensor,delayed16"), "a history of 16 casts"),
      (dict(recipe="FP8", amp=True), "set amp=False"),
+     (dict(recipe="FP8", compile=True), "a compiler removes roundings"),
      (dict(loss_scale="dynamic,least2^7@6"), "a run of 6 steps never comes"),
      (dict(loss_scale="1", checkpoint_every=2), "has no checkpoints"),
      (dict(recipe="FP8", capture_at=(1,)), "captures and windows"),

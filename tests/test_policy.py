@@ -212,6 +212,7 @@ def test_values_are_hashable_and_normalised():
         assert str(Site.parse(text)) == text
     assert str(Shift.parse("beta(beta=7)")) == "beta(beta=7,gamma=0,tol=0)"
     assert str(Shift.parse("beta")) == "beta(beta=2,gamma=0,tol=0)"
+    assert Shift("beta", amplitude=1.0) == Shift.parse("beta"), "as its text, which leaves that out"
 
 
 def test_a_site_is_fp32_by_its_format_and_then_its_rounding_means_nothing():
@@ -220,3 +221,8 @@ def test_a_site_is_fp32_by_its_format_and_then_its_rounding_means_nothing():
     assert not any(site.is_fp32 for site in other)
     policy = LOW.replace(s="fp32:toward_zero")
     assert PrecisionPolicy.parse(str(policy)) == policy
+
+
+def test_an_unknown_shift_is_named():
+    with pytest.raises(UserError, match="unknown shift 'foo'; choose one of none, beta"):
+        Shift.parse("foo(bar=1)")

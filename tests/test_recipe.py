@@ -76,12 +76,24 @@ def test_a_difference_names_fields_in_text():
         ("fp32@block128", "fp32 cannot hold a scale"),
         ("e4m3@block128,expand,pow2", "expand has a scale of its own"),
         ("e4m3@tensor,mx,times", "times and mx exclude each other"),
+        ("e4m3@tensor,pow2,mx", "take one of pow2 and mx"),
         ("e4m3:up@tensor", "unknown rounding 'up'"),
     ],
 )
 def test_what_a_cast_cannot_be_is_said(text, said):
     with pytest.raises(UserError, match=said):
         Cast.parse(text)
+
+
+def test_a_cast_has_no_static_scale():
+    with pytest.raises(UserError, match="name a group, as @tensor"):
+        Cast(Format.parse("e4m3@2^8"))
+
+
+def test_a_delayed_cast_of_a_vector_is_that_of_one_row():
+    a, b = (Caster(Cast.parse("e4m3_saturate@tensor,delayed3")) for _ in range(2))
+    for x in torch.randn(4, 5) * torch.logspace(0, 3, 4)[:, None]:
+        assert torch.equal(a(x), b(x[None])[0])
 
 
 def test_what_a_recipe_cannot_be_is_said_with_its_field():

@@ -120,3 +120,17 @@ def test_the_recorded_losses_come_out_again():
 
 def test_formats_count_as_far_as_their_digits_go():
     assert [rotated.places(fmt, 8192) for fmt in ("bf16", "fp16", "fp32")] == [897, 4097, 8192]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(rms_norm_eps=1e-2),
+     dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))],
+)  # fmt: skip
+def test_a_llama_that_no_gpt_is_is_refused(changes):
+    hub = pytest.importorskip("transformers")
+    usual = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                 num_attention_heads=2, tie_word_embeddings=True, rms_norm_eps=1e-5)  # fmt: skip
+    with pytest.raises(UserError, match="plain rotary positions"):
+        rotated.as_gpt(hub.LlamaForCausalLM(hub.LlamaConfig(**usual | changes)))
+    rotated.as_gpt(hub.LlamaForCausalLM(hub.LlamaConfig(**usual)))

@@ -59,7 +59,12 @@ def ulp_distance(o, wanted, t, v, policy) -> float:
     small and its own ulp is finer than what any of its terms is known to.
     """
     size = weights(t) @ v.double().abs()
-    distance = (o.double() - wanted.double()).abs() / ulp(size, stored_format(wanted, policy))
+    scale = 1.0
+    if policy.o.by_row:  # the power of two that divides the row before it is rounded
+        top = (t.o_acc.double() / t.l.double()[..., None]).abs().amax(-1, keepdim=True)
+        scale = (top / policy.o.fmt.max).log2().ceil().exp2().where(top > 0, 1.0)
+    apart = ulp(size / scale, stored_format(wanted, policy)) * scale
+    distance = (o.double() - wanted.double()).abs() / apart
     return torch.where(unequal(o, wanted), distance.nan_to_num(math.inf), 0.0).max().item()
 
 
@@ -129,8 +134,10 @@ def forward_bounds(t, q, k, v, policy, tile, scale, flips=True) -> dict[str, tor
     size = weight @ v
     kind = policy.shift
     largest = s.amax(-1, keepdim=True)
-    largest = largest * (1 + max(kind.beta, kind.gamma) * (kind.kind == "beta"))
-    largest = largest + kind.amplitude * (kind.kind != "mute")
+    if kind.kind == "beta":
+        largest = largest * (1 + max(abs(kind.beta), abs(kind.gamma)))
+    elif kind.kind in ("offset", "dither"):
+        largest = largest + abs(kind.amplitude)
 
     argument = of_s + 4 * U * (s + largest + 1)
     argument = argument + moved("x", x + argument)

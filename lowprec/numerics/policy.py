@@ -49,6 +49,7 @@ from that delta, rounded anew.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -116,6 +117,9 @@ class Shift:
         for name in self._USED[self.kind]:
             if not math.isfinite(getattr(self, name)):
                 raise UserError(f"shift parameter {name}={getattr(self, name)} must be finite")
+        for one in dataclasses.fields(self)[1:]:
+            if one.name not in self._USED[self.kind]:  # as its text, which leaves it out
+                object.__setattr__(self, one.name, one.default)
 
     @classmethod
     def parse(cls, text: str | Shift) -> Shift:
@@ -126,11 +130,13 @@ class Shift:
         if not match:
             raise UserError(f"cannot read shift {text!r}; write for example beta(beta=7)")
         kind, inner = match.groups()
-        used = cls._USED.get(kind, ())
+        if kind not in cls._USED:
+            raise UserError(f"unknown shift {kind!r}; choose one of {', '.join(cls._USED)}")
+        used = cls._USED[kind]
         values = {}
         for item in filter(None, (inner or "").split(",")):
             name, _, value = item.partition("=")
-            if kind in cls._USED and name.strip() not in used:
+            if name.strip() not in used:
                 raise UserError(
                     f"shift {kind!r} has no parameter {name.strip()!r}; it takes "
                     f"{', '.join(used) or 'none'}"

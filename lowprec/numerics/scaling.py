@@ -6,7 +6,7 @@ FORMAT[:ROUNDING][@GROUP[,OPTION ...]] or FORMAT,OPTION:
 
     e4m3_saturate@tensor    one s for the last two dimensions; each of the leading ones has its own
     @token, @channel        one for each row (over the last dimension), one for each column
-    @block128               one for every 128 elements in storage order; the last may be shorter
+    @block128               one for every 128 elements row by row; the last may be shorter
     pow2                    s = the power of two at or above max|x| / max: nothing clamps
     mx                      s = 2^(floor(log2 max|x|) - emax), as OCP's MX: the top may clamp
     times                   x times FP32(max / max|x|), as scaled products on a GPU have it
@@ -44,6 +44,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lowprec import UserError
@@ -81,6 +82,10 @@ class Cast:
         scaling = self.power != "exact" or self.history or self.times or self.expand
         if scaling and not self.group:
             raise UserError(f"{self} has no scale: name its group, as in @tensor")
+        if self.fmt.scale:
+            raise UserError(
+                f"{self.fmt.name}: a cast takes no static scale; name a group, as @tensor"
+            )
         if self.group and self.fmt.max > 2.0**64:
             raise UserError(
                 f"{self.fmt.name} cannot hold a scale: its largest value of {self.fmt.max:.0e} "
@@ -107,6 +112,8 @@ class Cast:
         site = Site.parse(name)
         fields = {"group": group if at else ""}
         for option in map(str.strip, options):
+            if option in ("pow2", "mx") and "power" in fields:
+                raise UserError(f"{text}: take one of pow2 and mx, once")
             if option in FLAGS:
                 fields[option] = True
             elif option in ("pow2", "mx"):
@@ -272,6 +279,8 @@ class Caster:
     def __call__(self, x):
         if not self.cast.history or self.cast.keeps:
             return scaled(x, self.cast, self.generator)
+        if x.ndim == 1:
+            return self(x[None])[0]
         now = largest(x, self.cast)
         if self.seen and self.seen[-1].shape != now.shape:
             raise UserError(
@@ -367,7 +376,7 @@ def _number(text: str) -> float:
 
 def _power(scale: float) -> str:
     part, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if part == 0.5 else f"{scale!r}"
+    return f"2^{exponent - 1}" if part == 0.5 else np.format_float_positional(scale, trim="-")
 
 
 class LossScaler:

@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from lowprec import entry
+from lowprec import UserError, entry
 from lowprec.numerics.rotation import COUNTING, PRESETS, Rotation
 from lowprec.studies import dated
 from lowprec.studies.bits import cut
@@ -154,6 +154,8 @@ def as_gpt(theirs) -> GPT:
     """A GPT with the weights of a transformers Llama whose embeddings are tied. Attention is
     PyTorch's, in FP32 on FP32 inputs."""
     c = theirs.config
+    if c.rope_parameters.get("rope_type", "default") != "default" or c.rms_norm_eps != 1e-5:
+        raise UserError("a GPT has plain rotary positions and norms with a constant of 1e-5")
     model = GPT(
         GPTConfig(
             n_layer=c.num_hidden_layers, n_head=c.num_attention_heads, n_embd=c.hidden_size,

@@ -131,7 +131,8 @@ def _centred(given):
     if isinstance(given, Capture):
         return centred(given)
     k = centred_keys(given.tensors["k"])
-    return head(**given.tensors | dict(k=k), scale=given.scale, tile=given.tile)
+    how = dict(scale=given.scale, tile=given.tile, rotation=given.rotation)
+    return head(**given.tensors | dict(k=k), **how)
 
 
 def _errors(head, t, right) -> dict[str, float]:

@@ -34,6 +34,8 @@ def recipe_of(config) -> Recipe:
         raise UserError("captures and windows are of runs without a recipe; leave them out")
     if recipe != Recipe() and config.amp is not False:
         raise UserError("a recipe casts what FP32 has: set amp=False with it")
+    if recipe != Recipe() and config.compile:
+        raise UserError("a compiler removes roundings of a recipe; leave compile out with it")
     if config.loss_scale is not None:
         if config.amp == "fp16":
             raise UserError("amp=fp16 has a loss scale of its own; leave loss_scale out")
@@ -56,6 +58,11 @@ def put_into(model, recipe: Recipe, generator) -> None:
     model.times = times
     for block in model.blocks:
         block.times = lambda layer, x: times(x, layer.weight)
+
+
+def _as_cast(p, cast):
+    """A matrix (out, in), seen as (in, out) where the cast has groups: those that products have."""
+    return p if cast.group in ("", "tensor") else p.mT
 
 
 class RuledScaler:
@@ -88,7 +95,8 @@ class RuledScaler:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         for p in weights:
             if p.dim() == 2 and not self.recipe.grad.keeps:
-                p.grad.copy_(scaled(p.grad, self.recipe.grad, self.generator))
+                grad = _as_cast(p.grad, self.recipe.grad)
+                grad.copy_(scaled(grad, self.recipe.grad, self.generator))
         if self.watches:
             self.fine = torch.stack([p.grad.isfinite().all() for p in weights]).all()[None]
             if self.spurious and (self.scaler.t + 1) % self.spurious == 0:
@@ -104,6 +112,7 @@ class RuledScaler:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.dim() == 2 and not self.recipe.master.keeps:
+                    p = _as_cast(p, self.recipe.master)
                     p.copy_(scaled(p, self.recipe.master, self.generator))
 
     def update(self):

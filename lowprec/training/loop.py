@@ -199,7 +199,7 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
     else:
         scaler = RuledScaler(recipe, config.loss_scale, config.spurious, broken, draws)
     recorder.restore(model, optimizer, scaler)
-    if on_gpu if config.compile is None else config.compile:
+    if (on_gpu if config.compile is None else config.compile) and recipe == Recipe():
         model.loss = torch.compile(model.loss)
     replicas = model
     if group.size > 1:
