@@ -47,6 +47,8 @@ def data(argv: list[str]) -> None:
         from lowprec.diagnose import contenders
 
         output(file, ".safetensors")
+        if file.exists():
+            raise UserError(f"{file} exists and is never overwritten; choose another name")
         inputs = contenders.named(name)
         ours = {} if Path(name).is_file() else {"licence": "MIT"}
         contenders.write(inputs, file, **ours)

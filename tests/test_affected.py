@@ -423,7 +423,8 @@ def test_a_long_line_is_read_as_far_as_it_is_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "_encoded", lambda t, *_: ([0] * (len(t) // 100), "-"))
     assert loading.tokens(path, None, 300, 4, 64, 0)[0].shape == (4, 64)
     path.write_text("ab" * 15_000)
-    assert loading.tokens(path, None, 300, 6, 1000, 0)[0].shape == (6, 50), "all 300"
+    for length, shape in ((1000, (1, 300)), (100, (3, 100)), (110, (3, 100)), (210, (1, 210))):
+        assert loading.tokens(path, None, 300, 6, length, 0)[0].shape == shape
 
 
 @pytest.mark.parametrize("damaged", ["model.safetensors", "tokenizer.json", "config.json"])
@@ -835,3 +836,99 @@ def test_many_heads_at_once_give_what_one_by_one_do(elements, monkeypatch):
     again, same = measures.backward(*given)
     for a, b in zip([*grads, *seen.values()], [*again, *same.values()], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+class Nano(torch.nn.Module):
+    """A GPT whose checkpoint is nanoGPT's."""
+
+    def __init__(self, bias: bool, width=32, heads=2, layers=2, block=64, vocabulary=96):
+        super().__init__()
+        self.args = dict(n_layer=layers, n_head=heads, n_embd=width, block_size=block, bias=bias,
+                         vocab_size=vocabulary, dropout=0.0)  # fmt: skip
+        part = torch.nn.ModuleDict
+
+        def linear(n, m):
+            return torch.nn.Linear(n, m, bias=bias)
+
+        def norm():
+            return torch.nn.LayerNorm(width, bias=bias)
+
+        blocks = [
+            part(dict(
+                ln_1=norm(), attn=part(dict(c_attn=linear(width, 3 * width),
+                                            c_proj=linear(width, width))),
+                ln_2=norm(), mlp=part(dict(c_fc=linear(width, 4 * width),
+                                           c_proj=linear(4 * width, width))),
+            ))
+            for _ in range(layers)
+        ]  # fmt: skip
+        self.transformer = part(dict(
+            wte=torch.nn.Embedding(vocabulary, width), wpe=torch.nn.Embedding(block, width),
+            h=torch.nn.ModuleList(blocks), ln_f=norm(),
+        ))  # fmt: skip
+        self.lm_head = torch.nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, ids):
+        t, heads = self.transformer, self.args["n_head"]
+        x = t.wte(ids) + t.wpe.weight[: ids.shape[1]]
+        for block in t.h:
+            parts = block.attn.c_attn(block.ln_1(x)).chunk(3, -1)
+            q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in parts)
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + block.attn.c_proj(y.transpose(1, 2).flatten(2))
+            hidden = torch.nn.functional.gelu(block.mlp.c_fc(block.ln_2(x)))
+            x = x + block.mlp.c_proj(hidden)
+        return self.lm_head(t.ln_f(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_a_checkpoint_of_nanogpt_is_read(tmp_path, bias, prefix):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    nano = Nano(bias)
+    for p in nano.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    state = {prefix + name: weight for name, weight in nano.state_dict().items()}
+    config = dict(learning_rate=6e-4, dataset="openwebtext")
+    path = tmp_path / "ckpt.pt"
+    torch.save(dict(model=state, model_args=nano.args, iter_num=9, config=config), path)
+    model, words = loading.load(path, 0)
+    ids = torch.randint(96, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(ids).logits, nano(ids), rtol=1e-5, atol=1e-5)
+    assert words == f"the weights of {path}"
+    assert len(affected.probe(path, sequences=2, length=64)) == 4
+    del state[prefix + "transformer.h.1.ln_2.weight"]
+    torch.save(dict(model=state, model_args=nano.args), path)
+    with pytest.raises(UserError, match="they lack transformer.h.1.ln_2.weight"):
+        loading.load(path, 0)
+
+
+def test_a_configuration_beside_weights_is_no_model_of_random_ones(tmp_path):
+    hub = pytest.importorskip("transformers")
+    config = hub.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=64, vocab_size=96)
+    hub.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="model.safetensors lies beside it: give their folder"):
+        affected.probe(tmp_path / "config.json")
+
+
+def test_a_tokenizer_of_another_model_is_named(tmp_path, monkeypatch):
+    text = tmp_path / "a.txt"
+    text.write_text("a" * 999)
+    given = lambda part, *_: (list(range(200)), loading.BESIDE)  # noqa: E731
+    monkeypatch.setattr(loading, "_encoded", given)
+    with pytest.raises(UserError, match="numbers up to 199 and the model rows for 96"):
+        loading.tokens(text, tmp_path, 96, 2, 64, 0)
+
+
+def test_the_first_layer_with_a_number_that_is_none_is_named():
+    hub = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = hub.GPT2Config(n_layer=3, n_head=2, n_embd=16, n_positions=64, vocab_size=96)
+    model = hub.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match="layer 1 has numbers that are not finite"):
+        affected.probe(model, sequences=2, length=64)

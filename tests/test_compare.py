@@ -241,14 +241,17 @@ def test_inputs_are_kept_in_safetensors_with_torch_alone(tmp_path):
 
 
 def test_only_the_captures_of_the_book_carry_its_licence(tmp_path, capsys):
-    named, file = "fa2-b-seed4-1580", tmp_path / "x.safetensors"
+    named = "fa2-b-seed4-1580"
     own = tmp_path / "own.xz"
     own.write_bytes((data_root() / "captures" / f"{named}.xz").read_bytes())
     for name, licensed in ((named, True), (str(own), False)):
+        file = tmp_path / f"{licensed}.safetensors"
         assert not main(["data", "capture", name, str(file)])
         assert ("MIT" in capsys.readouterr().out) is licensed
         with safe_open(file, "pt") as written:
             assert ("licence" in written.metadata()) is licensed
+    assert main(["data", "capture", named, str(file)]) == 2
+    assert "is never overwritten" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("causal, wanted", [("True", True), ("false", False), (None, False)])

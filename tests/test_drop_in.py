@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import lowprec
 from lowprec import UserError
-from lowprec.attention import attention, huggingface
+from lowprec.attention import attention, huggingface, operator
 from lowprec.attention.drop_in import sdpa
 from lowprec.numerics.policy import FA2, SAFE, PrecisionPolicy
 from lowprec.records import files
@@ -338,3 +339,21 @@ def test_without_a_gradient_a_mask_meets_keys_that_heads_share(
         sdpa(q, k, v, enable_gqa=True, policy="ALL_FP32")
     assert seen == [(heads, heads, heads, False), (4, 2, 2, True)]
     torch.testing.assert_close(masked, plain(q, k, v, mask, enable_gqa=True))
+
+
+def test_safe_on_other_tensors_than_bf16_is_said_once():
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    operator._told.clear()
+    with pytest.warns(UserWarning, match="float32 tensors are rounded to BF16 where SAFE says so"):
+        sdpa(q, q, q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sdpa(q, q, q)
+        sdpa(q, q, q, policy="ALL_FP32")
+        sdpa(*(x.bfloat16() for x in (q, q, q)))
+
+
+def test_a_mask_of_tokens_is_told_its_shape():
+    q = torch.randn(2, 4, 16, 8)
+    with pytest.raises(UserError, match=r"a mask of tokens is attn_mask\[:, None, None, :\]"):
+        sdpa(q, q, q, attn_mask=torch.ones(2, 16, dtype=torch.bool))

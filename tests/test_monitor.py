@@ -578,7 +578,7 @@ def test_a_mask_of_heads_is_one_for_each(mask, expected):
     assert tables[0].logit.to_numpy() == pytest.approx(tables[1].logit.to_numpy())
 
 
-@pytest.mark.parametrize("keys,found", [([[0, 20], [0, 48]], 20), ([[8, 48], [0, 48]], HIDDEN)])
+@pytest.mark.parametrize("keys,found", [([[0, 20], [0, 48]], 20), ([[8, 48], [8, 48]], HIDDEN)])
 @pytest.mark.parametrize("documents", [False, True])
 def test_padding_counts_beside_documents(keys, found, documents):
     class Padded(Plain):
@@ -601,6 +601,51 @@ def test_padding_counts_beside_documents(keys, found, documents):
         assert saw[0][0].logit.to_numpy() == pytest.approx(saw[1][0].logit.to_numpy())
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("floats", [False, True])
+def test_sequences_padded_on_the_left_are_passed_over(hub, sequences, floats):
+    model, ids = llama(hub), tokens(4, 48)
+    mask = torch.ones_like(ids)
+    mask[0, :10] = mask[2, :5] = 0
+    if floats:
+        lowest = torch.finfo(torch.float32).min
+        seen = torch.ones(48, 48).tril().bool() & mask[:, None, None, :].bool()
+        mask = torch.zeros(4, 1, 48, 48).masked_fill(~seen, lowest)
+    table = watched(model, of_hub(model, ids, attention_mask=mask), sequences=sequences)
+    alone = watched(model, of_hub(model, ids[[1, 3]]), sequences=sequences)
+    assert table.logit.to_numpy() == pytest.approx(alone.logit.to_numpy())
+
+
+def test_a_range_of_keys_that_hides_the_first_token_of_some(hub):
+    class Padded(Plain):
+        def forward(self, x):
+            parts = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3))
+            return lowprec.sdpa(*parts, self.mask, policy="ALL_FP32")
+
+    x = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(0))
+    model = Padded(mask=Mask(causal=True, keys=torch.tensor([[8, 48], [0, 48]])))
+    tables = []
+    for given in (x, x[1:]):
+        tables.append(watched(model, lambda given=given: model(given).square().sum()))
+        model.mask = Mask(causal=True)
+    assert tables[0].logit.to_numpy() == pytest.approx(tables[1].logit.to_numpy())
+
+
+def test_that_nothing_is_measured_is_said_again(hub, caplog):
+    model, ids = llama(hub), tokens(2, 48)
+    mask = torch.ones_like(ids)
+    mask[:, :10] = 0
+    monitor = Monitor(model, every=1)
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        for _ in range(17):
+            of_hub(model, ids, attention_mask=mask)().backward()
+            assert monitor.step() is None
+    assert [m.split("(")[0] for m in caplog.messages] == [
+        "step 0: nothing was measured ", "step 7: nothing measured in 8 steps ",
+        "step 15: nothing measured in 16 steps ",
+    ]  # fmt: skip
+
+
 def test_a_batch_padded_on_the_right_is_measured_up_to_its_padding(hub):
     model, ids = llama(hub), tokens(2, 48)
     mask = torch.ones_like(ids)
@@ -614,7 +659,7 @@ def test_a_batch_padded_on_the_right_is_measured_up_to_its_padding(hub):
 def test_a_batch_that_cannot_be_measured_is_said_once_and_the_next_is_watched(hub, kind, caplog):
     model, ids = llama(hub), tokens(2, 48)
     mask = torch.ones_like(ids)
-    mask[0, :10] = 0
+    mask[:, :10] = 0
     words, bad = {
         "padded": ("its mask hides the first token", of_hub(model, ids, attention_mask=mask)),
         "short": ("9 tokens; 16 and more are needed", of_hub(model, ids[:, :9])),

@@ -79,6 +79,11 @@ def sdpa(
             f"query, key, value must share a dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
         )
     draws, alike = _known(policy, query.dtype)
+    if policy is SAFE and query.dtype in (torch.float16, torch.float32):
+        tell(
+            f"{query.dtype} tensors are rounded to BF16 where SAFE says so: take policy='ALL_FP32' "
+            "for none, or 'SAFE+p=fp16+o=fp16+p_bwd=fp16+ds=fp16'"
+        )
     if draws:
         raise UserError(
             f"policy {policy} draws random bits, and sdpa has no seed that changes with the step; "
@@ -276,7 +281,7 @@ def _mask(given, is_causal, query, key, lead):
     if given.dtype != torch.bool and given.dtype not in (query.dtype, torch.float32):
         raise UserError(
             f"attn_mask of {given.dtype} for a query of {query.dtype}: take booleans, True where a "
-            f"query sees a key, or floats to add, {query.dtype} or torch.float32"
+            "query sees a key, or floats to add, of the query's dtype or torch.float32"
         )
     wanted = (*lead, n_q, n_k)
     x = given[(None,) * (len(wanted) - given.dim())]
@@ -284,7 +289,11 @@ def _mask(given, is_causal, query, key, lead):
     if not fits or not all(n == 1 or n == w for n, w in zip(x.shape, wanted, strict=True)):
         raise UserError(
             f"attn_mask of shape {tuple(given.shape)} does not broadcast to {wanted}, the scores; "
-            "it has at least 2 dimensions"
+            + (
+                "a mask of tokens is attn_mask[:, None, None, :]"
+                if given.shape == (wanted[0], n_k)
+                else "it has at least 2 dimensions"
+            )
         )
     if x.dim() > 4 and any(n > 1 for n in x.shape[:-3]):
         x = x.expand(*lead[:-1], *x.shape[-3:])

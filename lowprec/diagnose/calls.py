@@ -232,6 +232,7 @@ class _Emulated(torch.autograd.Function):
     def forward(ctx, q, k, v, call, done):
         ctx.save_for_backward(q, k, v)
         ctx.call, ctx.done = call, done
+        measures.require_finite(call.layer, q, k, v)  # here, as the backward meets the last first
         given = (x.bfloat16() for x in (q, k, v))
         o = measures.forward(*given, call.policy, call.scale, call.tile)
         done()

@@ -355,8 +355,9 @@ def _between(table, call: dict) -> list[str]:
     two = wide.loc[(where, of)]
     more, less = (a, b) if two[a] > two[b] else (b, a)
     return [
-        f"They differ most in {of} of {where}: {call[more]} errs by {two[more]:.2%} and "
-        f"{call[less]} by {two[less]:.2%}."
+        f"They differ most, in ulps of the inputs, in {of} of {where}: {call[more]} errs by "
+        f"{ulps.loc[where, of][more]:.2g}, or {two[more]:.2%}, and {call[less]} by "
+        f"{ulps.loc[where, of][less]:.2g}, or {two[less]:.2%}."
     ]
 
 

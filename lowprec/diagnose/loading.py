@@ -29,6 +29,9 @@ GPT2_SIZES = 50257, 50304
 """Of GPT-2's vocabulary, as it is and padded to a multiple of 64."""
 FEWEST = 64
 """Tokens of a probe at least: a few rows for each of its blocks."""
+BESIDE = "by the tokenizer beside the model"
+TOKENIZERS = ("tokenizer*", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece*", "tekken*")
+"""Files that transformers' tokenizers are made of."""
 NOISE = "for want of its tokenizer, so noise to a model that was trained with another"
 
 
@@ -38,6 +41,12 @@ def load(path: Path, seed: int):
         from lowprec.diagnose import pretrained
 
         return pretrained.load(path)
+    beside = [file for kind in ("safetensors", "bin") for file in path.parent.glob(f"*.{kind}")]
+    if path.name == "config.json" and path.is_file() and beside:
+        raise UserError(
+            f"{path} alone is a model of random weights, and {beside[0].name} lies beside it: give "
+            f"their folder {path.parent}"
+        )
     if path.is_file() and path.suffix != ".json" and (path.parent / "config.json").is_file():
         raise UserError(f"{path} is a part of a transformers model; give its folder {path.parent}")
     if path.suffix in (".xz", ".safetensors"):
@@ -66,30 +75,74 @@ def load(path: Path, seed: int):
     return _transformers(path, seed)
 
 
-def _checkpoint(path: Path) -> GPT:
-    """From a checkpoint, or from weights that a run kept in its .weights."""
-    from lowprec.training.config import TrainConfig
+class Unfit(UserError):
+    """Weights that do not fit the model of their configuration."""
 
+
+def _checkpoint(path: Path):
+    """From a checkpoint, or from weights that a run kept in its .weights, or nanoGPT's."""
     try:
         state = load_archive(path)
-        if "config" in state:
-            config, state = json.loads(state["config"]), state["model"]
-        else:
-            config = runs.read_info(path.parent.parent)["config"]
-        names = {field.name for field in dataclasses.fields(TrainConfig)}
-        settings = {name: value for name, value in config.items() if name in names}
-        for wrapper, nothing in WRAPPERS.items():
-            state = {re.sub(wrapper, nothing, name): weight for name, weight in state.items()}
-        shape = TrainConfig(**settings).model()
-        if "token.weight" in state:  # of the vocabulary of its tokens
-            shape = dataclasses.replace(shape, vocab_size=len(state["token.weight"]))
-        model = GPT(shape)
-        found = model.load_state_dict(state, strict=False)
+        if "model_args" not in state:
+            return _own(path, state)
+    except Unfit:
+        raise
     except Exception as error:  # a damaged archive raises many types
         raise UserError(
-            f"{path} holds no checkpoint or weights of a run ({type(error).__name__})"
+            f"{path} holds no checkpoint or weights of a run ({type(error).__name__}): it reads "
+            "those of `lowprec train` and of nanoGPT; of another model give the folder that "
+            "save_pretrained of transformers makes, or watch it with lowprec.Monitor as it trains"
         ) from None
+    return _nanogpt(path, state)
+
+
+def _own(path: Path, state: dict) -> GPT:
+    from lowprec.training.config import TrainConfig
+
+    if "config" in state:
+        config, state = json.loads(state["config"]), state["model"]
+    else:
+        config = runs.read_info(path.parent.parent)["config"]
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    settings = {name: value for name, value in config.items() if name in names}
+    for wrapper, nothing in WRAPPERS.items():
+        state = {re.sub(wrapper, nothing, name): weight for name, weight in state.items()}
+    shape = TrainConfig(**settings).model()
+    if "token.weight" in state:  # of the vocabulary of its tokens
+        shape = dataclasses.replace(shape, vocab_size=len(state["token.weight"]))
+    model = GPT(shape)
+    found = model.load_state_dict(state, strict=False)
     require_fit(path, found.missing_keys, found.unexpected_keys)
+    return model
+
+
+def _nanogpt(path: Path, state: dict):
+    """nanoGPT's checkpoint as a GPT-2 of transformers: the same network, with matrices of attention
+    and MLP the other way round, and with biases of zero where it has none."""
+    with transformers_reading(path) as hub:
+        c = state["model_args"]
+        model = hub.GPT2LMHeadModel(
+            hub.GPT2Config(
+                n_layer=c["n_layer"],
+                n_head=c["n_head"],
+                n_embd=c["n_embd"],
+                n_positions=c["block_size"],
+                vocab_size=c["vocab_size"],
+                activation_function="gelu",
+            )  # fmt: skip
+        )
+        weights = {}
+        for name, weight in state["model"].items():
+            for wrapper, nothing in WRAPPERS.items():
+                name = re.sub(wrapper, nothing, name)
+            turned = re.search(r"\.h\.\d+\.(attn|mlp)\.c_\w+\.weight$", name)
+            weights[name] = weight.T if turned else weight
+        if not c.get("bias", True):
+            zero = {n: torch.zeros_like(w) for n, w in model.named_parameters() if "bias" in n}
+            weights = zero | weights
+        found = model.load_state_dict(weights, strict=False)
+    left = [name for name in found.unexpected_keys if not re.search(MASKS, name)]
+    require_fit(path, found.missing_keys, left)
     return model
 
 
@@ -137,7 +190,7 @@ def require_fit(path: Path, missing, left, other=()) -> None:
     faults += [f"have {_some(left)}, for which it has no place"] if left else []
     faults += [f"have {name} of shape {(*a,)}, not {(*b,)}" for name, a, b in other[:1]]
     if faults:
-        raise UserError(
+        raise Unfit(
             f"the weights in {path} do not fit the model of its configuration: they "
             f"{' and '.join(faults)}; save the whole model"
         )
@@ -192,9 +245,16 @@ def tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Ten
         raise UserError(f"there is no text {text}")
     ids, how = _beginning(text, sequences * length, folder, vocab_size)
     ids = torch.tensor(ids)
+    # of a short text fewer sequences, and not much shorter ones, whose rows would see few keys
+    sequences = min(sequences, max(round(len(ids) / length), 1))
     length = min(length, len(ids) // sequences)
     if length * sequences < FEWEST:
-        raise UserError(f"{text} {few.format(len(ids))} in {sequences} sequences of one length")
+        raise UserError(f"{text} {few.format(len(ids))}")
+    if how == BESIDE and ids.max() >= vocab_size:
+        raise UserError(
+            f"the tokenizer in {folder} has numbers up to {ids.max():,} and the model rows for "
+            f"{vocab_size:,}: it is another model's"
+        )
     return ids[: sequences * length].view(sequences, length) % vocab_size, f"{text.name}, {how}"
 
 
@@ -218,10 +278,10 @@ def _encoded(text: str, folder, vocab_size: int) -> tuple[list[int], str]:
         from lowprec.diagnose import pretrained
 
         return pretrained.tokenizer(folder)(text)["input_ids"], "by the model's own tokenizer"
-    if folder is not None and any(folder.glob("tokenizer*")):
+    if folder is not None and any(file for kind in TOKENIZERS for file in folder.glob(kind)):
         with transformers_reading(folder) as hub:
             tokenizer = hub.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            return tokenizer(text)["input_ids"], "by the tokenizer beside the model"
+            return tokenizer(text)["input_ids"], BESIDE
     if vocab_size >= 50257:
         from lowprec.training.data.text import gpt2_encoding
 

@@ -185,14 +185,19 @@ def forward(q, k, v, policy, scale, tile=None) -> torch.Tensor:
     return o
 
 
-@outside_autocast
-def backward(q, k, v, do, full_q, full_k, policy, scale, tile=None, layer=None):
-    """((dq, dk, dv) of the emulation, what `measure` needs), all (B, H, ...)."""
-    if not all(x.isfinite().all() for x in (q, k, v, do)):
+def require_finite(layer: int | None, *tensors) -> None:
+    """Raise `UserError` that names a layer in which a number is none."""
+    if not all(x.isfinite().all() for x in tensors):
         raise UserError(
             f"attention of layer {layer} has numbers that are not finite: the model has failed, "
             "or its loss is scaled too far; read a checkpoint or a capture from before that"
         )
+
+
+@outside_autocast
+def backward(q, k, v, do, full_q, full_k, policy, scale, tile=None, layer=None):
+    """((dq, dk, dv) of the emulation, what `measure` needs), all (B, H, ...)."""
+    require_finite(layer, q, k, v, do)
     if policy.draws:  # random bits count the heads of the call
         parts = [(slice(b, b + 1), slice(None), slice(None)) for b in range(len(q))]
     else:

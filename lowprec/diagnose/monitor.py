@@ -126,6 +126,9 @@ class Monitor:
         table = None if watch is None else self._finish(step, watch)
         if watch is not None:
             self.missed = self.missed + 1 if table is None else 0
+            if self.missed and self.missed % AGAIN == 0:
+                why = next(iter(self.left_out.values()), "no attention was called")
+                log.warning("step %d: nothing measured in %d steps (%s)", step, self.missed, why)
         self._await(step + 1, again=watch is not None and self.missed % AGAIN > 0)
         return table
 
@@ -224,7 +227,8 @@ def _require_seen(watch):
     if watch.count == 0:
         raise UserError(
             "the monitor saw no attention: it watches lowprec's, transformers' registry and "
-            "torch.nn.functional.scaled_dot_product_attention, called by that name"
+            "torch.nn.functional.scaled_dot_product_attention, called by that name: not one that "
+            "`from torch.nn.functional import` took, nor MultiheadAttention with need_weights=True"
         )
     if len(watch.left_out) < watch.count:
         raise UserError("the monitor saw no backward through attention: call step() after backward")

@@ -22,7 +22,7 @@ from torch.library import CustomOpDef
 from lowprec.attention import operator
 from lowprec.attention.masks import Mask
 from lowprec.diagnose import measures
-from lowprec.diagnose.calls import HIDDEN, Linears, plain_length
+from lowprec.diagnose.calls import HIDDEN, NOTHING, Linears, plain_length
 from lowprec.numerics.policy import FA2, PrecisionPolicy
 
 OPERATOR = next(
@@ -120,9 +120,10 @@ class Watch:
         if q.dim() != 4:
             self.left_out[layer] = "its sizes are not those of plain attention"
             return
-        count = min(self.sequences, len(q))
-        mask, window = _said(mask, causal, q, k, count, how)
-        length = plain_length(mask, causal, q, k, window, how.get("position_ids"), count)
+        rows = _begun(mask, how.get("keys"), len(q))[: self.sequences]
+        count, of_rows = len(rows), _taken(rows)
+        mask, window = _said(of_rows(mask), causal, q, k, of_rows, how)
+        length = plain_length(mask, causal, q, k, window, of_rows(how.get("position_ids")))
         if isinstance(length, str):
             self.another |= length == HIDDEN
             self.left_out[layer] = length
@@ -133,8 +134,8 @@ class Watch:
             few = measures.BLOCKS if length > 1 else "2 of a sequence"
             self.left_out[layer] = f"{count * length} tokens; {few} and more are needed"
             return
-        part = (slice(count), slice(None), slice(length))
-        full = [x.detach()[part] for x in (q, k, v)]
+        part = (slice(None), slice(None), slice(length))
+        full = [of_rows(x.detach())[part] for x in (q, k, v)]
         ours = policy is not None
         # autocast may cast inside of what is called, as its output then says
         dtype = next((x.dtype for x in (o, q) if x.dtype in SHORT), torch.bfloat16)
@@ -147,7 +148,7 @@ class Watch:
         def measure(do):
             do = do.transpose(1, 2) if turned else do
             # what a policy governs is read as it is, other attention as in training in 16 bits
-            given = [x if ours else x.to(dtype) for x in (*full, do[part])]
+            given = [x if ours else x.to(dtype) for x in (*full, of_rows(do)[part])]
             call = measures.Call(
                 layer, policy, q.shape[3] ** -0.5 if scale is None else scale, own,
                 *given, full_q=full[0], full_k=full[1], tile=tile,
@@ -161,11 +162,30 @@ class Watch:
         o.register_hook(measure)
 
 
-def _said(mask, causal, q, k, count, how):
-    """The mask, of the first sequences, and the window of a call, from the arguments of this
-    package's operator as well."""
+def _begun(mask, keys, count: int) -> list[int]:
+    """The sequences whose first token is seen, as others are padded on the left; all where that is
+    the same for all."""
+    first = None
+    if keys is not None:
+        first = keys[:, 0] == 0
+    elif torch.is_tensor(mask) and len(mask) == count:
+        first = mask[:, 0] if mask.dim() == 2 else mask[(slice(None), *(0,) * (mask.dim() - 1))]
+        first = first > NOTHING if first.is_floating_point() else first.bool()
+    rows = [] if first is None or len(first) != count else first.nonzero().flatten().tolist()
+    return rows or list(range(count))
+
+
+def _taken(rows: list[int]):
+    """A function that takes these sequences of a tensor, and leaves one that is for all."""
+    some = slice(len(rows)) if rows == list(range(len(rows))) else rows
+    return lambda x: x[some] if torch.is_tensor(x) and len(x) > 1 else x
+
+
+def _said(mask, causal, q, k, of_rows, how):
+    """The mask, of the sequences that are taken, and the window of a call, from the arguments of
+    this package's operator as well."""
     window = how.get("sliding_window") or how.get("window")
-    parts = {name: how[name][:count] for name in ("keys", "dense") if how.get(name) is not None}
+    parts = {x: of_rows(how[x]) for x in ("keys", "dense") if how.get(x) is not None}
     if parts:
         mask = Mask(causal=causal, **parts).seen(q.shape[2], k.shape[2], q.device)
     return mask, window

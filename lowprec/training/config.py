@@ -112,7 +112,7 @@ class TrainConfig:
     device: str = "auto"
     """cuda, cpu; auto is a GPU if there is one"""
     compile: bool | None = None
-    """torch.compile everything but attention; None means on CUDA"""
+    """torch.compile everything but attention; None means on CUDA, without a recipe"""
     amp: bool | str | None = None
     """BF16 autocast outside attention, over FP32 weights; None means on CUDA; fp16 is FP16 autocast
     with a loss scale, which skips the steps whose gradient (grad_norm) is not finite"""
