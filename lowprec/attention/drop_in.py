@@ -63,7 +63,7 @@ def sdpa(
 
     Raises `UserError` naming what is not supported.
     """
-    policy = getattr(policy, "text", policy)
+    usual, policy = policy is SAFE, getattr(policy, "text", policy)
     if _simple(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, impl, scores):
         if _known(policy, query.dtype) == (False, True):
             return _pytorch(query, key, value, scale, attn_mask=attn_mask, is_causal=is_causal)
@@ -79,7 +79,7 @@ def sdpa(
             f"query, key, value must share a dtype; got {query.dtype}, {key.dtype}, {value.dtype}"
         )
     draws, alike = _known(policy, query.dtype)
-    if policy is SAFE and query.dtype in (torch.float16, torch.float32):
+    if usual and query.dtype in (torch.float16, torch.float32):
         tell(
             f"{query.dtype} tensors are rounded to BF16 where SAFE says so: take policy='ALL_FP32' "
             "for none, or 'SAFE+p=fp16+o=fp16+p_bwd=fp16+ds=fp16'"
