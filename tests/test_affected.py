@@ -932,3 +932,32 @@ def test_the_first_layer_with_a_number_that_is_none_is_named():
         model.transformer.h[1].attn.c_attn.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="layer 1 has numbers that are not finite"):
         affected.probe(model, sequences=2, length=64)
+
+
+def test_a_model_of_another_kind_and_one_with_its_own_code_are_named(tmp_path):
+    hub = pytest.importorskip("transformers")
+    small = dict(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
+    hub.T5ForConditionalGeneration(hub.T5Config(**small)).save_pretrained(tmp_path / "t5")
+    with pytest.raises(UserError, match="t5 is no causal language model, which the probe reads"):
+        affected.probe(tmp_path / "t5")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "config.json").write_text(
+        json.dumps(dict(model_type="mine", auto_map=dict(AutoConfig="config.Mine")))
+    )
+    (own / "config.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(UserError, match="code of its own: load it yourself"):
+        affected.probe(own / "config.json")
+
+
+def test_a_folder_without_a_tokenizer_is_named_before_a_download(tmp_path, monkeypatch):
+    from lowprec.training.data import text
+
+    def offline():
+        raise UserError("GPT-2's vocabulary could not be downloaded")
+
+    monkeypatch.setattr(text, "gpt2_encoding", offline)
+    with pytest.raises(UserError, match="has no tokenizer: save it there. Else GPT-2's vocabulary"):
+        loading._encoded("a", tmp_path, 50257)
+    with pytest.raises(UserError, match="^GPT-2's vocabulary"):
+        loading._encoded("a", None, 50257)

@@ -25,6 +25,8 @@ weights."""
 MASKS = r"\.(attn|attention)\.(masked_)?bias$|\.(causal_mask|inv_freq)$|(^|\.)version$"
 """Names of what older versions stored beside the weights; a model makes its own."""
 
+HERE = dict(local_files_only=True, trust_remote_code=False)
+"""Nothing is downloaded, and no code of a model run."""
 GPT2_SIZES = 50257, 50304
 """Of GPT-2's vocabulary, as it is and padded to a multiple of 64."""
 FEWEST = 64
@@ -151,7 +153,7 @@ def _transformers(path: Path, seed: int):
         if path.suffix != ".json":
             return _pretrained(hub, path)
         torch.manual_seed(seed)
-        config = hub.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = hub.AutoConfig.from_pretrained(path, **HERE)
         model = hub.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return model, f"random weights of seed {seed}"
 
@@ -170,8 +172,8 @@ def _pretrained(hub, path: Path):
         if zipfile.is_zipfile(file):
             require_whole(file)  # safetensors have no checksums
     model, found = hub.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, local_files_only=True, output_loading_info=True,
-        ignore_mismatched_sizes=True, key_mapping=WRAPPERS,
+        path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
+        key_mapping=WRAPPERS, **HERE,
     )  # fmt: skip
     buffers = {name for name, _ in model.named_buffers()}
     left = sorted(key for key in found["unexpected_keys"] - buffers if not re.search(MASKS, key))
@@ -217,6 +219,12 @@ def transformers_reading(path: Path):
     except UserError:
         raise
     except Exception as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UserError(f"{path} is no causal language model, which the probe reads") from None
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{path} has code of its own: load it yourself, and call lowprec.probe(model, text)"
+            ) from None
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 250)
         raise UserError(f"transformers cannot read {path} ({words})") from None
     finally:
@@ -280,13 +288,17 @@ def _encoded(text: str, folder, vocab_size: int) -> tuple[list[int], str]:
         return pretrained.tokenizer(folder)(text)["input_ids"], "by the model's own tokenizer"
     if folder is not None and any(file for kind in TOKENIZERS for file in folder.glob(kind)):
         with transformers_reading(folder) as hub:
-            tokenizer = hub.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = hub.AutoTokenizer.from_pretrained(folder, **HERE)
             return tokenizer(text)["input_ids"], BESIDE
     if vocab_size >= 50257:
         from lowprec.training.data.text import gpt2_encoding
 
         how = "by GPT-2's tokenizer"
         how += f" {NOISE}" if vocab_size not in GPT2_SIZES else ""
-        return gpt2_encoding().encode_ordinary(text), how
+        try:
+            return gpt2_encoding().encode_ordinary(text), how
+        except UserError as error:
+            none = f"{folder} has no tokenizer: save it there. Else " if folder else ""
+            raise UserError(f"{none}{error}") from None
     how = "as bytes" if vocab_size == VOCABULARIES["bytes"] else f"as bytes {NOISE}"
     return list(text.encode()), how
