@@ -152,7 +152,7 @@ def test_a_text_column_with_numbers_is_named(tmp_path):
     ("name", "content", "message"),
     [
         ("2.parquet", b"PAR1", r"2\.parquet could not be read \(.*\); mend or remove that file"),
-        ("2.jsonl", b'{"text": "a"}\n{"text"\n', r"2\.jsonl could not be read \(JSON parse error"),
+        ("2.jsonl", b'{"text": "a"}\n{"text"\n', r"2\.jsonl could not be read \(line 2 is no JSON"),
         ("b/2 [1].txt", b"\xff\xfe", r"2 \[1\]\.txt is not UTF-8; convert or remove it"),
     ],
 )
@@ -406,3 +406,15 @@ def test_the_command_line_writes_gpt2_tokens(tmp_path, monkeypatch, capsys):
     assert np.count_nonzero(tokens == 50256) == len(TEXTS), "a marker in the text is only text"
     assert __main__.main(["data", "prepare", "mine"]) == 2
     assert "shards/mine exists and is never overwritten" in capsys.readouterr().err
+
+
+def test_lines_of_json_need_no_fields_in_common_but_text(tmp_path):
+    pytest.importorskip("datasets")
+    rows = [dict(text="a", id=1)] * 3 + [dict(text="b", meta=dict(x=[1])), dict(id="2", text="c\n")]
+    rows += [dict(text="2020-01-01")]
+    lines = "\n\n".join(map(json.dumps, rows)) + "\r\n"
+    (tmp_path / "a.jsonl").write_bytes(lines.encode())
+    assert list(text.documents(text.local_source(tmp_path))) == [row["text"] for row in rows]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n["b"]\n')
+    with pytest.raises(UserError, match="no column `text` with strings, its columns are list"):
+        list(text.documents(text.local_source(tmp_path)))

@@ -7,6 +7,7 @@ of processes.
 
 import glob
 import hashlib
+import json
 import os
 import re
 import signal
@@ -64,11 +65,12 @@ HUB = {
     }.items()
 }
 
-# A text file is one document; in the others each row is one. With its own batch size the Parquet
-# reader fails on a file without rows.
+# A text file is one document; in the others each row is one. JSON is read line by line: its reader
+# asks for the same fields in all. With its own batch size that of Parquet fails on a file without
+# rows.
 READERS = {
     ".txt": {"path": "text", "sample_by": "document"},
-    ".jsonl": {"path": "json"},
+    ".jsonl": {"path": "text", "sample_by": "line"},
     ".parquet": {"path": "parquet", "batch_size": 1000},
 }
 
@@ -123,7 +125,8 @@ def documents(source: Source) -> Iterator[str]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     for label, load in source.loads:
         try:
-            for row in datasets.load_dataset(**load, split="train", streaming=True):
+            rows = datasets.load_dataset(**load, split="train", streaming=True)
+            for row in _from_json(rows) if label.endswith(".jsonl") else rows:
                 if "text" not in row or not isinstance(row["text"], str | None):
                     raise UserError(
                         f"{label} has no column `text` with strings, its columns are "
@@ -140,6 +143,16 @@ def documents(source: Source) -> Iterator[str]:
         except Exception as error:  # each reader and each transport raises its own
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"{label} could not be read ({reason}); {source.mend}.") from error
+
+
+def _from_json(lines) -> Iterator[dict]:
+    for number, line in enumerate(lines, 1):
+        if line["text"].strip():
+            try:
+                row = json.loads(line["text"])
+            except ValueError:
+                raise ValueError(f"line {number} is no JSON") from None
+            yield row if isinstance(row, dict) else {type(row).__name__: row}
 
 
 def _is_utf8(path: str) -> bool:
