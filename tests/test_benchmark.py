@@ -158,5 +158,5 @@ def test_the_page_of_the_fix_has_its_price_once_it_is_recorded(monkeypatch, reco
     assert said.keys() == {"price", "root_price"} | more
     assert (said["price"], said["root_price"]) == (price, ratio)
     assert said.get("refined_speed", "0.950") == "0.950"
-    assert said.get("refined_cost", "5.3") == "5.3"
+    assert said.get("refined_cost", "5.0") == "5.0"
     assert ("0.995" in shown[0].to_html()) == (ratio is not None)
