@@ -203,7 +203,8 @@ def read(path, causal: bool | None = None) -> Inputs:
         raise UserError(f"--on: {path} cannot be read as safetensors ({error})") from None
     if lacking := [n for n in ("q", "k", "v", "do") if n not in tensors]:
         raise UserError(
-            f"--on: {path} has no tensor {', '.join(lacking)}; it has {', '.join(names)}"
+            f"--on: {path} has no tensor {', '.join(lacking)}; it has "
+            + ", ".join(names[:5] + ["…"] * (len(names) > 5))
         )
     try:
         causal, scale = _said(about, causal)

@@ -16,7 +16,7 @@ CANDIDATES = {
     "delta_from=o_fp32": "clean δ",
     "delta_from=o_split": "δ from O and its residual",
     "delta_from=dp": "δ from P∘dP",
-    "l_from=p_rounded": "row sum of rounded p",
+    "l_from=p_rounded": "ℓ from rounded p",
     "shift=dither(amplitude=0.6931)": "dithered maximum",
     "o=bf16:stochastic": "O rounded at random",
 }
