@@ -1106,7 +1106,7 @@ def test_recorded_runs_are_those_that_the_campaign_asks_for(name):
         j.name: j for j in campaign.load_campaign(files.data_root() / f"runs/{name}/campaign.yaml")
     }
     corpus = json.loads((files.data_root() / "corpora" / "pysource.json").read_text())
-    usual = json.loads(json.dumps(dataclasses.asdict(TrainConfig())))
+    usual = TrainConfig.usual()
     for run in runs.load_runs(name).run:
         recorded = usual | run.info["config"]  # a field may be younger than the run
         asked = json.loads(json.dumps(dataclasses.asdict(jobs[run.name].config)))

@@ -43,8 +43,7 @@ def load(path: Path, seed: int):
         from lowprec.diagnose import pretrained
 
         return pretrained.load(path)
-    beside = [file for kind in ("safetensors", "bin") for file in path.parent.glob(f"*.{kind}")]
-    if path.name == "config.json" and path.is_file() and beside:
+    if path.name == "config.json" and path.is_file() and (beside := _weights(path.parent)):
         raise UserError(
             f"{path} alone is a model of random weights, and {beside[0].name} lies beside it: give "
             f"their folder {path.parent}"
@@ -58,7 +57,7 @@ def load(path: Path, seed: int):
             f"{path} is a run; give its checkpoint.pt if it is unfinished, a file of its .weights/ "
             "or a capture"
         )
-    weights = any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
+    weights = _weights(path)
     saved = [p.parent for p in path.glob("checkpoint-*/config.json")]  # by transformers' Trainer
     if saved and not weights:
         names = sorted((p.name for p in saved), key=lambda name: (len(name), name))
@@ -77,28 +76,32 @@ def load(path: Path, seed: int):
     return _transformers(path, seed)
 
 
-class Unfit(UserError):
-    """Weights that do not fit the model of their configuration."""
+def _weights(folder: Path) -> list[Path]:
+    return [file for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}")]
 
 
 def _checkpoint(path: Path):
     """From a checkpoint, or from weights that a run kept in its .weights, or nanoGPT's."""
     try:
         state = load_archive(path)
-        if "model_args" not in state:
-            return _own(path, state)
-    except Unfit:
-        raise
+        if not (nano := "model_args" in state):
+            model, weights = _own(path, state)
+            found = model.load_state_dict(weights, strict=False)
     except Exception as error:  # a damaged archive raises many types
         raise UserError(
             f"{path} holds no checkpoint or weights of a run ({type(error).__name__}): it reads "
             "those of `lowprec train` and of nanoGPT; of another model give the folder that "
             "save_pretrained of transformers makes, or watch it with lowprec.Monitor as it trains"
         ) from None
-    return _nanogpt(path, state)
+    if nano:
+        with transformers_reading(path) as hub:
+            model, weights = _nanogpt(hub, state)
+            found = model.load_state_dict(weights, strict=False)
+    require_fit(path, found.missing_keys, found.unexpected_keys)
+    return model
 
 
-def _own(path: Path, state: dict) -> GPT:
+def _own(path: Path, state: dict) -> tuple[GPT, dict]:
     from lowprec.training.config import TrainConfig
 
     if "config" in state:
@@ -107,45 +110,32 @@ def _own(path: Path, state: dict) -> GPT:
         config = runs.read_info(path.parent.parent)["config"]
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     settings = {name: value for name, value in config.items() if name in names}
-    for wrapper, nothing in WRAPPERS.items():
-        state = {re.sub(wrapper, nothing, name): weight for name, weight in state.items()}
+    weights = _unwrapped(state)
     shape = TrainConfig(**settings).model()
-    if "token.weight" in state:  # of the vocabulary of its tokens
-        shape = dataclasses.replace(shape, vocab_size=len(state["token.weight"]))
-    model = GPT(shape)
-    found = model.load_state_dict(state, strict=False)
-    require_fit(path, found.missing_keys, found.unexpected_keys)
-    return model
+    if "token.weight" in weights:  # of the vocabulary of its tokens
+        shape = dataclasses.replace(shape, vocab_size=len(weights["token.weight"]))
+    return GPT(shape), weights
 
 
-def _nanogpt(path: Path, state: dict):
+def _nanogpt(hub, state: dict):
     """nanoGPT's checkpoint as a GPT-2 of transformers: the same network, with matrices of attention
     and MLP the other way round, and with biases of zero where it has none."""
-    with transformers_reading(path) as hub:
-        c = state["model_args"]
-        model = hub.GPT2LMHeadModel(
-            hub.GPT2Config(
-                n_layer=c["n_layer"],
-                n_head=c["n_head"],
-                n_embd=c["n_embd"],
-                n_positions=c["block_size"],
-                vocab_size=c["vocab_size"],
-                activation_function="gelu",
-            )  # fmt: skip
-        )
-        weights = {}
-        for name, weight in state["model"].items():
-            for wrapper, nothing in WRAPPERS.items():
-                name = re.sub(wrapper, nothing, name)
+    c = state["model_args"]
+    sizes = {name: c[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    config = hub.GPT2Config(**sizes, n_positions=c["block_size"], activation_function="gelu")
+    model, weights = hub.GPT2LMHeadModel(config), {}
+    for name, weight in _unwrapped(state["model"]).items():
+        if not re.search(MASKS, name):
             turned = re.search(r"\.h\.\d+\.(attn|mlp)\.c_\w+\.weight$", name)
             weights[name] = weight.T if turned else weight
-        if not c.get("bias", True):
-            zero = {n: torch.zeros_like(w) for n, w in model.named_parameters() if "bias" in n}
-            weights = zero | weights
-        found = model.load_state_dict(weights, strict=False)
-    left = [name for name in found.unexpected_keys if not re.search(MASKS, name)]
-    require_fit(path, found.missing_keys, left)
-    return model
+    zero = {name: torch.zeros_like(x) for name, x in model.named_parameters() if "bias" in name}
+    return model, (weights if c.get("bias", True) else zero | weights)
+
+
+def _unwrapped(weights: dict) -> dict:
+    for wrapper, nothing in WRAPPERS.items():
+        weights = {re.sub(wrapper, nothing, name): weight for name, weight in weights.items()}
+    return weights
 
 
 def _transformers(path: Path, seed: int):
@@ -192,7 +182,7 @@ def require_fit(path: Path, missing, left, other=()) -> None:
     faults += [f"have {_some(left)}, for which it has no place"] if left else []
     faults += [f"have {name} of shape {(*a,)}, not {(*b,)}" for name, a, b in other[:1]]
     if faults:
-        raise Unfit(
+        raise UserError(
             f"the weights in {path} do not fit the model of its configuration: they "
             f"{' and '.join(faults)}; save the whole model"
         )

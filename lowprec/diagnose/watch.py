@@ -168,7 +168,7 @@ def _begun(mask, keys, count: int) -> list[int]:
     first = None
     if keys is not None:
         first = keys[:, 0] == 0
-    elif torch.is_tensor(mask) and len(mask) == count:
+    elif torch.is_tensor(mask):
         first = mask[:, 0] if mask.dim() == 2 else mask[(slice(None), *(0,) * (mask.dim() - 1))]
         first = first > NOTHING if first.is_floating_point() else first.bool()
     rows = [] if first is None or len(first) != count else first.nonzero().flatten().tolist()

@@ -137,7 +137,7 @@ class Claim:
         if interval is not None and not interval[0] <= interval[1]:
             raise UserError(
                 f"claim {self.id}: the interval of {self.metric} is {interval}; it ends before it "
-                f"begins"
+                "begins"
             )
         if n < self.needs and not settled:
             return "inconclusive"

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
+from lowprec.numerics import scaling
 from lowprec.numerics.formats import FP32, Format, ulp
 
 U = FP32.unit_roundoff
@@ -60,9 +61,8 @@ def ulp_distance(o, wanted, t, v, policy) -> float:
     """
     size = weights(t) @ v.double().abs()
     scale = 1.0
-    if policy.o.by_row:  # the power of two that divides the row before it is rounded
-        top = (t.o_acc.double() / t.l.double()[..., None]).abs().amax(-1, keepdim=True)
-        scale = (top / policy.o.fmt.max).log2().ceil().exp2().where(top > 0, 1.0)
+    if policy.o.by_row:
+        scale = scaling.by_row(t.o_acc / t.l[..., None], policy.o).scale.double()
     apart = ulp(size / scale, stored_format(wanted, policy)) * scale
     distance = (o.double() - wanted.double()).abs() / apart
     return torch.where(unequal(o, wanted), distance.nan_to_num(math.inf), 0.0).max().item()

@@ -265,8 +265,12 @@ def stored(x, site: Site, bits=None):
     """x (..., rows, columns), float32, as a rounding site keeps it; bits: as of `round_to`."""
     if not site.by_row:
         return round_to(x, site.fmt, site.rounding, bits=bits)
-    cast = Cast(site.fmt, site.rounding, "token", "pow2")
-    return quantise(x, cast, bits=bits).values(cast.times)
+    return by_row(x, site, bits).values(times=False)
+
+
+def by_row(x, site: Site, bits=None) -> Quantised:
+    """x as such a site keeps it that gives each row a scale, a power of two."""
+    return quantise(x, Cast(site.fmt, site.rounding, "token", "pow2"), bits=bits)
 
 
 class Caster:

@@ -119,8 +119,7 @@ def _before(job: Job) -> str:
 def _otherwise(job: Job) -> str:
     """What a recorded run has otherwise than the campaign asks for now: settings, or the file."""
     info = load_run(job.out).info
-    # a field that the run does not know has what was done before there was one
-    then = json.loads(json.dumps(dataclasses.asdict(type(job.config)()))) | info["config"]
+    then = job.config.usual() | info["config"]
     now = json.loads(job.spec())["config"]
     ours = ("data", "device")  # recorded by name, and as it was chosen
     differ = [f"{k}={then[k]}, not {now[k]}"

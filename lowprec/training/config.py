@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import typing
 from dataclasses import dataclass, field
@@ -183,6 +184,11 @@ class TrainConfig:
             )
         if self.amp == "fp16" and looks_inside:
             raise UserError("captures and windows are of BF16 or FP32 runs; set amp=True or False")
+
+    @classmethod
+    def usual(cls) -> dict:
+        """The default of each field as run.json has it: what runs did that do not know it."""
+        return json.loads(json.dumps(dataclasses.asdict(cls())))
 
     def check_processes(self, count: int):
         """Raise `UserError` if so many processes cannot train this together."""

@@ -74,7 +74,7 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
         where = f"{path.name}: arm {arm}"
         if not isinstance(arm, str):
             raise UserError(f"{where} is no text to YAML, but {arm!r}; write its name in quotes")
-        if not re.fullmatch(r"\w[\w.+-]*", str(arm)):
+        if not re.fullmatch(r"\w[\w.+-]*", arm):
             raise UserError(f"{where} names folders; take letters, digits and _ . + -")
         changes = dict(changes)
         seeds = changes.pop("seeds", None)
@@ -96,7 +96,7 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
                 config = dataclasses.replace(PRESETS[spec["preset"]], **(values | {"seed": seed}))
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
-            jobs.append(Job(str(arm), config, path.parent / f"{arm}-seed{seed}", digest))
+            jobs.append(Job(arm, config, path.parent / f"{arm}-seed{seed}", digest))
     return sorted(jobs, key=lambda job: job.config.seed)
 
 

@@ -260,9 +260,7 @@ class Recorder:
         path = self.part / "checkpoint.pt"
         try:
             state = load_archive(path)
-            # a field that the checkpoint does not know has what was done before there was one
-            usual = json.loads(json.dumps(dataclasses.asdict(type(self.config)())))
-            before, now = usual | json.loads(state["config"]), self._fixed()
+            before, now = self.config.usual() | json.loads(state["config"]), self._fixed()
             differ = sorted(k for k in before.keys() | now if before.get(k) != now.get(k))
             if not differ:
                 self._take(state, model, optimizer, scaler)

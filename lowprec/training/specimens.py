@@ -30,7 +30,7 @@ class Specimens:
         self.window = None
         for path in self.folder.glob("step-*.xz"):
             if path >= self._path(recorder.step):  # after the checkpoint: made again
-                path.unlink()
+                path.unlink(missing_ok=True)  # each process does
         asked = {self._path(step) for step in self.config.capture_at}
         made = set(self.folder.glob("step-*.xz")) if self.config.capture_every else set()
         self.rolling = sorted(made - asked)  # by a run that is resumed here
