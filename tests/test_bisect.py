@@ -317,6 +317,21 @@ def test_a_planted_cause_of_a_broken_training(tmp_path, capsys):
         trainings(tmp_path, policy, steps=3, data=str(tmp_path / "part")).search()
 
 
+def test_a_training_that_ended_early_says_nothing(tmp_path, monkeypatch):
+    ended = SimpleNamespace(explosion=None, info=dict(ended="8 steps skipped, step 3"), path="here")
+    monkeypatch.setattr(bisect_runs, "train", lambda *_, **__: ended)
+    monkeypatch.setattr(bisect_runs, "_require_same", lambda *_: None)
+    with pytest.raises(UserError, match="here ended early .*8 steps skipped.* is not known"):
+        trainings(tmp_path, "FA2").search()
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_sets_of_no_field_are_not_tried(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(bisect_runs.Trainings, "__call__", lambda *_: 7)
+    with pytest.raises(UserError, match=f"size={size} must be at least 1 field"):
+        trainings(tmp_path, "FA2").search(size)
+
+
 def test_a_training_that_does_not_explode_has_no_cause(tmp_path, capsys):
     words = ["--steps", "2", "--block-size", "16", "--device", "cpu", "--policy", "ALL_FP32+o=bf16"]
     line = ["bisect", "--train", "tiny", *words, "--out", str(tmp_path)]

@@ -222,6 +222,34 @@ def test_an_attention_that_is_not_there_is_one_sentence(text, words, own):
         contenders.function(text, "B")
 
 
+def test_a_file_is_the_one_that_its_path_names(tmp_path, monkeypatch):
+    """Not the one of that name in the working directory."""
+    (tmp_path / "deep").mkdir()
+    for folder, value in ((tmp_path, 1), (tmp_path / "deep", 2)):
+        (folder / "kernel.py").write_text(f"def f():\n    return {value}\n")
+    monkeypatch.chdir(tmp_path / "deep")
+    named = ("../kernel.py", "kernel.py", f"{tmp_path}/kernel.py", "../deep/kernel", "kernel")
+    assert [contenders.function(f"{place}:f", "A")() for place in named] == [1, 2, 1, 2, 2]
+    with pytest.raises(UserError, match="^A: ../none.py cannot be imported"):
+        contenders.function("../none.py:f", "A")
+
+
+def test_what_is_not_finite_is_not_alike(own, capsys):
+    def without_gradients(q, k, v, **how):
+        return scaled_dot_product_attention(q, k, v, **how) + 0 * (q - q.detach()).sqrt()
+
+    some = contenders.drawn((1, 2, 64, 32), dtype=torch.float32)
+    calls = {"A": scaled_dot_product_attention, "B": without_gradients}
+    said = compare.verdict(compare.measure(calls, [some]), {"A": "one", "B": "two"})
+    assert "not finite" in said and "alike" not in said
+
+
+def test_float64_cannot_be_judged():
+    some = contenders.drawn((1, 2, 64, 32), dtype=torch.float64)
+    with pytest.raises(UserError, match="is float64, and so is the attention"):
+        compare.measure({"A": scaled_dot_product_attention}, [some])
+
+
 def test_plain_attention_is_attention():
     some = contenders.drawn((1, 2, 32, 16), dtype=torch.float32)
     o = contenders.plain(some.q, some.k, some.v, is_causal=True)
@@ -322,7 +350,8 @@ def test_a_row_of_one_key_has_no_gradient_to_q_and_no_error_of_it(capsys):
 
 def test_a_forward_pass_alone_is_compared_and_said(own, capsys):
     assert main(["compare", "sdpa", "own_attention:forward", *SMALL]) == 0
-    assert "gives no gradients" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "gives no gradients" in out and "in what both give" in out
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

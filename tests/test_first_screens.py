@@ -175,6 +175,8 @@ def test_a_statement_says_how_a_claim_counts():
     assert judged(both, {"other": "neither"}) == "holds"
     assert judged(both, {"bias": "against"}) == "does not hold here"
     assert judged(both, {"bias": "against", "other": "for"}) == "holds in part"
+    for verdict in ("inconclusive", "not run"):  # counts neither way, whatever is said
+        assert judged({"bias": "supported", "other": verdict}, {"other": "against"}) == "holds"
     for id, way, glosses in (("third", "for", both), ("bias", "pro", both), ("bias", "for", ())):
         with pytest.raises(UserError, match=f"biased .* counts {id} .* has a gloss"):
             judged(both, {id: way}, glosses)

@@ -87,6 +87,8 @@ def test_over_the_healthy_run_at_the_last_common_probe():
     ratio = over_healthy(made_up(h1=(899, 2), onset=1100), made_up())
     assert ratio.name == 1099 and ratio.idxmax() == (1, 1)
     assert ratio[1, 1] == pytest.approx(4) and ratio[1, 0] == 1
+    with pytest.raises(UserError, match="no probe before the onset in common"):
+        over_healthy(made_up(onset=20), made_up())
 
 
 def test_sums_leave_the_first_step_out():

@@ -646,6 +646,28 @@ def test_that_nothing_is_measured_is_said_again(hub, caplog):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("apart, first", [(1, 0), (10, 0), (7, 3), (1024, 0)])
+def test_of_numbers_that_jump_as_many_steps_are_watched(hub, apart, first):
+    model, ids = llama(hub), tokens(1, 32)
+    monitor, found = Monitor(model, every=3, step=first), []
+    for i in range(8):
+        of_hub(model, ids)().backward()
+        found.append(monitor.step(first + i * apart) is not None)
+    assert found == [True, False, False] * 2 + [True, False] or apart == 7 and any(found[5:])
+
+
+def test_a_model_that_only_looks_is_told_so(hub, caplog):
+    model, ids = llama(hub), tokens(1, 32)
+    monitor = Monitor(model, every=1)
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        for step in range(9):
+            loss = of_hub(model, ids)()
+            if not step:
+                loss.backward()
+            monitor.step()
+    assert "step 8: nothing measured in 8 steps (no backward came back)" in caplog.text
+
+
 def test_a_batch_padded_on_the_right_is_measured_up_to_its_padding(hub):
     model, ids = llama(hub), tokens(2, 48)
     mask = torch.ones_like(ids)

@@ -37,6 +37,10 @@ class Trainings:
             path = self.folder / policy.slug
             run = runs.load_run(path) if runs.is_run(path) else train(config, path, resume=True)
             _require_same(run, config)
+            if run.explosion is None and run.info["ended"] != "completed":
+                why = run.info["ended"]
+                raise UserError(f"{run.path} ended early without an explosion ({why}): whether it "
+                                "would have exploded is not known")  # fmt: skip
             self.onsets[policy] = run.explosion and run.explosion.onset
         return self.onsets[policy]
 
@@ -54,7 +58,10 @@ class Trainings:
         def calm(some):
             return possible(some) and self(changed(policy, some)) is None
 
-        return search(items, whole, calm, size or affordable(len(items)))
+        size = affordable(len(items)) if size is None else size
+        if size < 1:
+            raise UserError(f"size={size} must be at least 1 field")
+        return search(items, whole, calm, size)
 
 
 def _require_same(run, config: TrainConfig) -> None:

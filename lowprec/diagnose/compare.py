@@ -105,6 +105,11 @@ class Exact:
     """
 
     def __init__(self, inputs: Inputs, draws: int = 3):
+        if inputs.q.dtype == torch.float64:
+            raise UserError(
+                f"{inputs.name} is float64, and so is the attention it would be held against: take "
+                "float32 or fewer bits"
+            )
         self.inputs, self.fmt = inputs, Format.parse(str(inputs.q.dtype).removeprefix("torch."))
         tensors, how = (inputs.q, inputs.k, inputs.v), (inputs.causal, inputs.scale)
         t = oracle(*tensors, *how, do=inputs.do)
@@ -342,15 +347,14 @@ def _between(table, call: dict) -> list[str]:
         return []
     a, b = call
     some = table[table.of != "δ"]
-    wide, ulps = (
-        some.pivot(index=["input", "of"], columns="who", values=column).dropna()
-        for column in ("error", "ulps")
-    )
-    if wide.empty:
+    all_of = some.pivot(index=["input", "of"], columns="who", values="error")
+    wide, ulps = all_of.dropna(), some.pivot(index=["input", "of"], columns="who", values="ulps")
+    if wide.empty or not np.isfinite(some.error).all():
         return []
     apart = np.log(wide[a] / wide[b]).abs() >= math.log(ALIKE)
     if not apart.any():
-        return [f"They err alike, within a factor of {ALIKE} everywhere."]
+        where = "everywhere" if len(wide) == len(all_of) else "in what both give"
+        return [f"They err alike, within a factor of {ALIKE} {where}."]
     where, of = (ulps[a] - ulps[b]).abs()[apart].idxmax()
     two = wide.loc[(where, of)]
     more, less = (a, b) if two[a] > two[b] else (b, a)

@@ -10,7 +10,7 @@ Shapes: q, do (B, H, T, D); k, v (B, H', S, D), where H' divides H, and S = T if
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -90,7 +90,7 @@ def _of_backend(name: str) -> Callable:
 
 def function(text: str, argument: str = "A") -> Callable:
     """The attention that a text names: a policy, `sdpa` or one of its BACKENDS, `eager`, or
-    `module:function` or `file.py:function` from the working directory.
+    `module:function` from the working directory, or `path/to/file.py:function`.
 
     Raises `UserError` that names the argument.
     """
@@ -121,10 +121,10 @@ def _hint(text: str, own) -> str:
 
 def _imported(text: str, argument: str) -> Callable:
     place, _, name = text.rpartition(":")
-    module = place.removesuffix(".py").replace("/", ".").strip(".")
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
+        is_path = place.endswith(".py") or "/" in place
+        found = _module_at(place) if is_path else importlib.import_module(place)
     except Exception as error:  # whatever a user's module raises
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
         raise UserError(
@@ -138,6 +138,21 @@ def _imported(text: str, argument: str) -> Callable:
         has = f"; it has {', '.join(own)}" if own else ""
         raise UserError(f"{argument}: {place} has no function {name!r}{has}")
     return call
+
+
+def _module_at(place: str):
+    """The module of one file, under its whole path, so that two of one name are two."""
+    path = Path(place).with_suffix(".py").resolve()
+    name = path.as_posix()
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 # Inputs
@@ -161,7 +176,9 @@ def captured(capture: Capture) -> Inputs:
 
 def captures() -> list[Inputs]:
     """Those of `data/captures`, which are causal, one head and one sequence each."""
-    return [captured(Capture.load(path)) for path in _paths().values()]
+    if not (paths := _paths()):
+        raise UserError(f"there are no captures in {files.data_root() / 'captures'}")
+    return [captured(Capture.load(path)) for path in paths.values()]
 
 
 def named(name: str) -> Inputs:
@@ -238,4 +255,5 @@ def write(inputs: Inputs, path, **about: str) -> None:
     says."""
     tensors = {n: getattr(inputs, n).cpu().contiguous() for n in ("q", "k", "v", "do")}
     about |= dict(causal=inputs.causal, scale=inputs.scale, name=inputs.name)
-    save_file(tensors, path, {name: json.dumps(value) for name, value in about.items()})
+    content = save(tensors, {name: json.dumps(value) for name, value in about.items()})
+    files.write_atomic(Path(path), lambda file: file.write(content))

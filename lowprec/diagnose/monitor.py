@@ -34,6 +34,7 @@ from lowprec import UserError
 from lowprec.diagnose import measures
 from lowprec.diagnose.watch import Watch
 from lowprec.records import runs
+from lowprec.records.files import make_folder
 
 COLUMNS = {
     "step": "whose backward was watched, counted from 0",
@@ -92,11 +93,12 @@ class Monitor:
         self.sequences, self.length = sequences, length
         self.path = None if path is None else Path(path)
         if self.path and _rank() == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             runs.require_writable(self.path)
         self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
         self.table, self.left_out, self.ringing, self.seen = None, {}, set(), False
         self.known, self.missed = defaultdict(weakref.WeakKeyDictionary), 0
+        self.calls = 0  # of step, since one was watched: numbers may jump
         self._await(step)
 
     def __enter__(self):
@@ -118,16 +120,19 @@ class Monitor:
     def step(self, step: int | None = None) -> pd.DataFrame | None:
         """Call it after every step's last backward; the table of a watched step, else None.
 
-        step: its number, where the loop counts otherwise. Every rank of a group calls it. Raises
-        `UserError` if the first watched step shows no attention that a batch could let it measure.
+        step: its number, where the loop counts otherwise; it may jump. Every rank of a group calls
+        it. Raises `UserError` if the first watched step shows no attention that a batch could let
+        it measure.
         """
         step, watch = self.now if step is None else step, self.watch
+        self.calls += 1
         self.close()
         table = None if watch is None else self._finish(step, watch)
         if watch is not None:
             self.missed = self.missed + 1 if table is None else 0
             if self.missed and self.missed % AGAIN == 0:
-                why = next(iter(self.left_out.values()), "no attention was called")
+                why = "no backward came back" if watch.count else "no attention was called"
+                why = next(iter(self.left_out.values()), why)
                 log.warning("step %d: nothing measured in %d steps (%s)", step, self.missed, why)
         self._await(step + 1, again=watch is not None and self.missed % AGAIN > 0)
         return table
@@ -158,7 +163,8 @@ class Monitor:
         """Watch the step that comes next, if it is one's turn; again: the last one was not seen."""
         self.close()
         self.now = step
-        if again or step % self.every == 0:
+        if again or step % self.every == 0 or self.calls >= self.every:
+            self.calls = 0
             how = dict(policy=self.policy, sequences=self.sequences, length=self.length)
             self.watch = Watch(self.model, known=self.known, **how)
 

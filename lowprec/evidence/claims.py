@@ -192,16 +192,6 @@ def _unit_name(unit) -> str:
     return ", ".join(map(str, unit)) if isinstance(unit, tuple) else str(unit)
 
 
-def settled(id: str, count: int, n: int, folder: Path | None = None) -> bool:
-    """Whether none of the units that are missing to a claim's needs can change its verdict.
-
-    count: of n units, as many as have what the claim counts. False for an unknown id, which `check`
-    refuses.
-    """
-    claim = load(folder).get(id)
-    return claim is not None and claim.settled(count, n)
-
-
 def judge(hypothesis: dict, value, n: int | None = None, interval=None,
           note: str | None = None) -> Result:  # fmt: skip
     """Judge a hypothesis that stands in no claims file, by the same rule; for forks.

@@ -77,7 +77,10 @@ def over_healthy(run, healthy) -> pd.Series:
     """σ(W_Q) of each (layer, head) over that of a healthy run, at the last common probe before the
     onset of `run`. The series' name is that step."""
     mine, theirs = norms(run), norms(healthy)
-    step = int(mine.index.intersection(theirs.index)[-1])
+    common = mine.index.intersection(theirs.index)
+    if common.empty:
+        raise UserError(f"{run.name} and {healthy.name} have no probe before the onset in common")
+    step = int(common[-1])
     return (mine.loc[step] / theirs.loc[step]).rename(step)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import operator
 import re
 import statistics
@@ -116,6 +117,8 @@ class Rule:
                 f"its rule, {self.quantifier} over {self.unit}, takes {wants} for each and was "
                 f"given {value!r} for {unit}: hand it {wants}, or change the quantifier"
             )
+        if not isinstance(value, numbers.Real):
+            raise UserError(f"{self.metric} is {value!r} for {unit}: hand it a number")
         if not math.isfinite(value):
             raise UserError(f"{self.metric} is {value} for {unit}: leave it out, or say why not")
         return value

@@ -19,8 +19,6 @@ import pandas as pd
 import scipy
 
 from lowprec import UserError
-from lowprec.evidence import claims
-from lowprec.evidence.verdicts import Result
 from lowprec.records.runs import campaign_folder, load_runs, require_arms, run_paths
 from lowprec.training.plan import load_campaign
 
@@ -79,6 +77,8 @@ class Arm:
     def joined(self, other: Arm) -> Arm:
         """The arm with the seeds and runs of an arm of another campaign, of the same config."""
         runs = [arm.runs for arm in (self, other) if arm.n]
+        if twice := sorted({*self.by_seed} & {*other.by_seed}):
+            raise UserError(f"arms {self.name} and {other.name} both have seed {twice[0]}")
         both = pd.concat(runs).sort_values("seed", ignore_index=True) if runs else None
         return replace(self, seeds=tuple(sorted({*self.seeds, *other.seeds})), runs=both)
 
@@ -89,18 +89,6 @@ class Arm:
             return pd.Series(dtype=bool)
         known = self.runs[~_open_by(self.runs, by)]
         return pd.Series(_exploded(known, by).to_numpy(), index=known.seed.to_numpy())
-
-    def check(self, id: str, note: str | None = None, by: float = np.inf) -> Result:
-        """The verdict of `lowprec.evidence.claims.check` on how many of its runs exploded by a
-        step, see `counted`.
-
-        It stands before the claim's n are recorded if those that are missing cannot change it.
-        """
-        if not self.n:
-            return claims.check(id, None, 0, note=note)
-        exploded, n = counted(self.runs, by)
-        settled = claims.settled(id, exploded, n)
-        return claims.check(id, exploded, n, note=note, settled=settled)
 
 
 def counted(runs: pd.DataFrame, by: float = np.inf) -> tuple[int, int]:

@@ -170,7 +170,7 @@ def recorded_runs(campaign: str, key: str = "recorded", form: str = "") -> str:
     for name in (name for _, name, *rest in parts if not rest):  # packed, a line a run
         if not (lines := root / "runs" / name / RUNS).is_file():
             raise UserError(f"data/runs/{name} has no {RUNS}; restore it from git")
-        counts[name] = len(lines.read_bytes().splitlines())
+        counts[name] += len(lines.read_bytes().splitlines())
     counts["all"] = sum(counts.values())
     return shown(_one(campaign, counts, "the manifest has no runs of"), form)
 

@@ -35,7 +35,7 @@ from lowprec.evidence.verdicts import VERDICTS, Result, threat_links
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish import addresses, facts, form, statements
 from lowprec.publish.statements import in_words, verdict_of
-from lowprec.records import files, runs
+from lowprec.records import files, manifest
 
 MARKERS = "<!-- claims -->", "<!-- /claims -->"
 FINDINGS = "<!-- findings -->", "<!-- /findings -->"
@@ -104,7 +104,7 @@ def renew(root: Path, registry: dict[str, Claim], found: dict[str, Result]) -> N
         _put(of_paper, text)
     if of_data.is_file() and (text := facts.renewed(of_data.read_text())) != of_data.read_text():
         of_data.write_text(text)
-        runs.accept_file(of_data)
+        manifest.accept_file(of_data)
 
 
 def renew_places(root: Path, executed) -> bool:

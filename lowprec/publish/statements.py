@@ -67,12 +67,12 @@ def of_paper(registry: dict[str, Claim], said: list[dict]) -> list[tuple[dict, l
 
 def word_of(statement: dict, some: list[Claim], found: dict[str, Result]) -> str:
     """Whether a statement holds, by the rule on book/statements.md: a claim counts for it if it is
-    supported and against it if refuted, or as `counts` says, and otherwise neither way."""
-    of_verdict = {"supported": FOR, "refuted": AGAINST}
-    ways = {
-        statement.get("counts", {}).get(claim.id, of_verdict.get(verdict_of(claim, found), NEITHER))
-        for claim in some
-    }
+    supported and against it if refuted, or then as `counts` says, and otherwise neither way."""
+    of_verdict, counts = {"supported": FOR, "refuted": AGAINST}, statement.get("counts", {})
+    ways = set()
+    for claim in some:
+        way = of_verdict.get(verdict_of(claim, found), NEITHER)
+        ways.add(way if way == NEITHER else counts.get(claim.id, way))
     held, part, failed, untested = WORDS
     if FOR in ways:
         return part if AGAINST in ways else held

@@ -11,12 +11,13 @@ from lowprec import UserError
 
 
 def repo_root() -> Path:
-    """The folder that holds data/ and notebooks/: from the working directory up, or our own."""
+    """The folder that holds book/, notebooks/ and data/: from the working directory up, or our
+    own."""
     here = Path.cwd()
     for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
-        if (folder / "data").is_dir() and (folder / "notebooks").is_dir():
+        if all((folder / name).is_dir() for name in ("book", "notebooks", "data")):
             return folder
-    raise UserError("no data/ and notebooks/ here or above; run from a clone of the repository")
+    raise UserError("no clone of the repository here or above; go to its root")
 
 
 def data_root() -> Path:

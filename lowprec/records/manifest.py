@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowprec import UserError
 from lowprec.records import packed
-from lowprec.records.files import data_root, sha256
+from lowprec.records.files import data_root, sha256, write_atomic
 
 
 def _entries(root: Path) -> dict[str, tuple[Path, list[Path]]]:
@@ -43,8 +43,21 @@ def write_manifest(root: Path | None = None) -> Path:
     root = root or data_root()
     entries = {name: _digest(*what) for name, what in _entries(root).items()}
     path = root / "manifest.json"
-    path.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+    _put(path, entries)
     return path
+
+
+def accept_file(path: Path) -> None:
+    """Record one file of data/ in the manifest as it is now, and no other."""
+    root = data_root()
+    manifest = root / "manifest.json"
+    digests = {path.relative_to(root).as_posix(): sha256(path)}
+    _put(manifest, json.loads(manifest.read_text()) | digests)
+
+
+def _put(manifest: Path, entries: dict[str, str]):
+    text = json.dumps(entries, indent=1, sort_keys=True) + "\n"
+    write_atomic(manifest, lambda file: file.write(text.encode()))
 
 
 def verify(root: Path | None = None) -> int:

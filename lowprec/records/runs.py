@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ import pandas as pd
 from lowprec import UserError
 from lowprec.records import packed
 from lowprec.records.explosion import PATIENCE, WINDOW, Explosion, find_explosion, window_mean
-from lowprec.records.files import at_root, data_root, sha256
+from lowprec.records.files import at_root, data_root
 
 METRICS = ("step", "loss", "grad_norm", "lr")
 PROBES = (
@@ -291,20 +292,9 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
 
 def require_writable(path: Path) -> None:
     """Raise `UserError` now rather than after the work if a file cannot be written there."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
         if path.is_dir():
             raise IsADirectoryError(0, "there is a folder of that name")
-        temporary.touch()
-        temporary.unlink()
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; name another place") from None
-
-
-def accept_file(path: Path) -> None:
-    """Record one file of data/ in the manifest as it is now, and no other."""
-    root = data_root()
-    manifest = root / "manifest.json"
-    entries = json.loads(manifest.read_text())
-    entries[path.relative_to(root).as_posix()] = sha256(path)
-    manifest.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
