@@ -286,6 +286,9 @@ def test_a_seed_may_be_a_tensor(impl):
         found.append((o, *torch.autograd.grad(o.float().sum(), (q, k, v))))
     assert all(map(torch.equal, found[0], found[1]))
     assert not torch.equal(found[0][0], found[2][0])
+    for seed in (-1, 2**32):
+        with pytest.raises(UserError, match=f"seed={seed} must be from 0"):
+            attention(q, k, v, "LOW+p=bf16:stochastic", impl=impl, seed=torch.tensor([seed]))
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])

@@ -42,6 +42,55 @@ def test_a_format_without_infinity_does_not_show_what_is_hidden(x, device):
     torch.testing.assert_close(*found.values(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("s", ["e4m3fn", "e4m3fn_saturate", "fp16_saturate", "e5m2"])
+@pytest.mark.parametrize("shift", ["none", "pow2"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_scores_without_infinity_show_no_hidden_key(s, shift, device):
+    """In rows of which a block hides all keys, and in rows that see none at all."""
+    q, k, v, do = (t.to(device) for t in torch.randn(4, 1, 2, 40, 16))
+    seen = torch.ones(40, 40, dtype=torch.bool, device=device).tril()
+    seen[5:8] = False
+    policy = f"ALL_FP32+s={s}+shift={shift}"
+    for how in (dict(causal=True, tile=16), dict(mask=Mask(dense=seen))):
+        found = [
+            operator.trace(q, k, v, do, policy, impl=impl, **how) for impl in ("emulate", "triton")
+        ]
+        for name in ("o", "dq", "dk", "dv"):
+            a, b = (getattr(t, name) for t in found)
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_limit_may_be_a_large_number(device):
+    q, k, v, do = (t.to(device) for t in torch.randn(4, 1, 2, 40, 16))
+
+    def gradients(mask):
+        t = operator.trace(q, k, v, do, "ALL_FP32", mask=mask, impl="triton")
+        return [t.o, t.dq, t.dk, t.dv]
+
+    whole, causal = gradients(Mask()), gradients(Mask(causal=True))
+    for window in (40, 2**31 - 20, 2**31 - 1, 2**40):
+        found = gradients(Mask(causal=True, window=window))
+        assert all(map(torch.equal, found, causal)), window
+    for end in (40, 2**31, 2**63 - 1):
+        found = gradients(Mask(keys=torch.tensor([[-(2**40), end]], device=device)))
+        assert all(map(torch.equal, found, whole)), end
+    with pytest.raises(UserError, match="in 32 bits; offset=2147483647 is beyond"):
+        gradients(Mask(causal=True, offset=2**31 - 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_may_have_rows_far_apart(device):
+    q, k, v, do = (t.bfloat16().to(device) for t in torch.randn(4, 1, 1, 40, 16))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    o = attention(*leaves, "FA2", impl="triton")
+    right = torch.autograd.grad(o, leaves, do, retain_graph=True)
+    far = torch.empty(39 * 2**26 + 16, dtype=do.dtype, device=device)  # 5 GB, hardly touched
+    far = far.as_strided(do.shape, (0, 0, 2**26, 1)).copy_(do)
+    found = torch.autograd.grad(o, leaves, far)
+    assert all(map(torch.equal, found, right))
+
+
 @pytest.mark.parametrize("changed", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_saved_output_may_come_back_in_another_layout(changed, device):

@@ -303,6 +303,14 @@ def test_no_sink_beside_a_row_that_sees_no_key(impl, policy):
     torch.testing.assert_close(o[:, :1], bare, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("shift", ["none", "beta(beta=7)", "pow2", "offset(amplitude=2)"])
+def test_a_sink_of_minus_infinity_is_none(shift):
+    q, k, v = torch.randn(3, 1, 2, 9, 8)
+    policy, gone = f"ALL_FP32+shift={shift}", torch.full((2,), -torch.inf)
+    with_gone = sdpa(q, k, v, policy=policy, scores=Scores(sinks=gone))
+    torch.testing.assert_close(with_gone, sdpa(q, k, v, policy=policy, impl="emulate"))
+
+
 def test_a_bias_of_keys_that_nobody_sees_is_cut_with_them():
     q, k, v = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
     bias, how = torch.randn(4, 7), dict(is_causal=True, policy="ALL_FP32")

@@ -55,8 +55,7 @@ def check_inputs(
         raise UserError(
             f"tile={tile} must be a whole number of at least 1 key, or None for the whole row"
         )
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} must be from 0 to 2^32 - 1")
+    check_seed(seed)
     if causal and q.shape[2] != k.shape[2]:
         raise UserError(
             f"causal attention needs as many queries as keys; got {q.shape[2]} and {k.shape[2]}"
@@ -106,6 +105,13 @@ def conditions(q, k, v, causal, scale, mask, scores, dropout, **checked) -> tupl
     if not 0 <= dropout <= 1:
         raise UserError(f"dropout={dropout} must be from 0 to 1")
     return mask.lowered(q, k), replace(scores.lowered(q, k), scale=scale)
+
+
+def check_seed(seed: int) -> int:
+    """The seed; raises `UserError` for one that random bits cannot be keyed with."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed} must be from 0 to 2^32 - 1")
+    return seed
 
 
 def kept(shape, dropout: float, seed: int, device):

@@ -48,8 +48,8 @@ def attention(
         "sdpa_forward" is the output of its flash kernel with our backward pass, so the policy may
         differ from FA2 in where delta comes from; "sdpa_backward" is its flash kernel both ways,
         and delta_from="o_redrawn" hands its backward our output, rounded at random, for its own.
-    seed: keys random bits of stochastic sites and of dropout; change it every step. With dropout
-        alone it may be an int64 tensor (1,), which a compiled graph need not read.
+    seed: keys random bits of stochastic sites and of dropout; change it every step. It may
+        be an int64 tensor (1,), which a compiled graph need not read.
     probe: (heads, 3) float32 leaf whose *gradient* receives PROBE_COLUMNS: it accumulates over
         micro-batches and is reduced over ranks like any gradient. Costs one FP32 output.
     mask: a `lowprec.attention.masks.Mask` in place of causal. scores: `Scores` there. dropout: the

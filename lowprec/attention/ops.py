@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
-from lowprec.attention.inputs import causal_mask
+from lowprec.attention.inputs import causal_mask, check_seed
 from lowprec.attention.masks import Mask, Scores
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import Format
@@ -74,7 +74,7 @@ def attention_op(
     p = PrecisionPolicy.parse(policy)
     none = q.new_empty(0)
     mask = Mask(causal, offset, window, keys, None, dense)
-    seed = seed if draw is None else int(draw)
+    seed = seed if draw is None else check_seed(int(draw))
     if impl in KERNELS:
         out = triton().forward(
             q, k, v, p, causal, scale, tile or None, seed,
@@ -147,7 +147,7 @@ def _attention_backward(
     """(dq, dk, dv, gradients of probe, bias and sinks); empty tensors for what is not wanted."""
     p = PrecisionPolicy.parse(policy)
     mask = Mask(causal, offset, window, keys, None, dense)
-    seed = seed if draw is None else int(draw)
+    seed = seed if draw is None else check_seed(int(draw))
     none = [q.new_empty(0) for _ in range(3)]
     if impl in KERNELS:
         dq, dk, dv, *_, sums = triton().backward(

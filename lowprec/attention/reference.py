@@ -253,7 +253,7 @@ def _forward(q, k, v, policy, rnd, tile, seen_all, how, dropped) -> Trace:
         sink = how.sinks.float()[:, None, None].expand(rows)
         m, l = sink, q.new_ones(rows)  # noqa: E741
         if policy.shift.kind == "pow2":
-            m = shifted_max(sink, sink, policy.shift, rnd)
+            m = torch.where(sink == NEG_INF, sink, shifted_max(sink, sink, policy.shift, rnd))
             l = by_powers(sink, m)  # noqa: E741
     l_lse = l_shadow = l
     o_acc = o_shadow = q.new_zeros(*q.shape[:3], d)

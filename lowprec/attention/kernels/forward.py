@@ -71,7 +71,8 @@ def find_maxima(
 @triton.jit
 def as_scores(b_r, where, c: tl.constexpr):
     """Row maxima of products as maxima of s: rounding to a neighbour and a positive scale keep
-    the order. (With random rounding or a bias `find_maxima` has looked at s itself.)"""
+    the order. (With random rounding, a format without infinity or a bias `find_maxima` has looked
+    at s itself.)"""
     n, scale, who, view = where
     if c.direct:
         return b_r

@@ -193,14 +193,16 @@ def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 def common(q, k, mask: Mask, bias, scale: float, policy: PrecisionPolicy) -> dict:
     """Constants of every kernel."""
     power_of_two = math.frexp(scale)[0] == 0.5
-    random = policy.s.rounding == "stochastic"
+    # rounding that keeps neither the order of scores nor -inf, at which hidden ones are
+    unordered = policy.s.rounding == "stochastic" or policy.s.fmt.overflow != "inf"
+    hides = mask.window < q.shape[2] + mask.offset
     plain = mask.plain and not (mask.causal and q.shape[2] != k.shape[2])
     return dict(
         h=q.shape[1], group=q.shape[1] // k.shape[1], d=q.shape[3], causal=mask.causal,
         native=NATIVE, exact=power_of_two and policy.s.fmt.exponent_bits == 8 and bias is None,
         pieces=3 if q.dtype == torch.float32 else 2, plain=plain and bias is None,
-        window=mask.window, ranged=mask.keys is not None, dense=mask.dense is not None,
-        bias=bias is not None, direct=random or bias is not None,
+        window=mask.window if hides else 0, ranged=mask.keys is not None,
+        dense=mask.dense is not None, bias=bias is not None, direct=unordered or bias is not None,
     )  # fmt: skip
 
 
@@ -210,7 +212,11 @@ def mask_arguments(q, k, mask: Mask, bias) -> tuple:
     q stands for a tensor that is not there. Strides are of (B, H, L, S), 0 where a part is shared.
     """
     shape = (*q.shape[:3], k.shape[2])
-    keys = q if mask.keys is None else mask.keys.to(q.device, torch.int32).contiguous()
+    if abs(mask.offset) >= 2**30:
+        raise UserError(f"the Triton kernels count queries in 32 bits; offset={mask.offset} is "
+                        "beyond")  # fmt: skip
+    keys = q if mask.keys is None else mask.keys.to(q.device).clamp(0, k.shape[2])
+    keys = keys if mask.keys is None else keys.to(torch.int32).contiguous()
     found = [q.shape[2], k.shape[2], mask.offset, keys]
     for x in (mask.dense, bias):
         if x is None:
@@ -338,6 +344,8 @@ def backward(
     of rows whose largest score is tied.
     """
     do, q, k, v = (last_contiguous(x) for x in stored_inputs(policy, do, q, k, v))
+    if do.shape[2] * do.stride(2) >= 2**31:  # autograd chose the layout
+        do = do.contiguous()
     mask = mask or Mask(causal=causal)
     b, h, n, d = q.shape
     lengths = n, k.shape[2]

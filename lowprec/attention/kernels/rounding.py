@@ -378,7 +378,7 @@ def exp_difference(b_stored, b_s, b_shift, scale, S: tl.constexpr, EXACT: tl.con
 
     Rounded scores are subtracted exactly when they are close, so the row maximum gives exactly 1.
     The fused form carries the rounding of shift * log2(e), a factor within 1 ± |shift| * 2^-24
-    that is common to a row.
+    that is common to a row. So it is for |shift| far below 2^24: from 1e9 on it may be NaN.
     """
     if S == 0:
         return tl.exp2(tl.fma(b_stored, scale * LOG2E, -(b_shift * LOG2E)))
