@@ -238,6 +238,16 @@ def test_a_count_is_settled_if_what_is_missing_cannot_change_it(folder, rule, co
     assert claims.load(notebooks)["bias"].settled(count, n) == is_settled
 
 
+@pytest.mark.parametrize("rule, value", [
+    ("count of seeds that explode <= 9", 5), ("share of seeds that explode <= 1", 1.5),
+    ("share of seeds that explode <= 1", -0.5),
+])  # fmt: skip
+def test_no_more_can_be_counted_than_there_are(rule, value):
+    claim = claims.parse({**ENTRY, "rule": rule, "needs": 4})
+    with pytest.raises(UserError, match=f"{value} of 4 seeds: it counts up to"):
+        claim.verdict_on(value, 4)
+
+
 @pytest.mark.parametrize("rule, n, wanted", [
     ("== 0.5", 4, "inconclusive"), ("!= 0.5", 4, "inconclusive"), ("<= 0.9", 4, "supported"),
     ("> 0.9", 4, "refuted"), ("> 0.5", 4, "inconclusive"),

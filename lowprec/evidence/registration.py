@@ -1,10 +1,10 @@
 """Whether a rule is as old as it says: `registered` held against the history of the repository.
 
 A claim names the commit that first had its rule, and its lock the one at which it was first judged.
-The rule must come first, and the named commit must have it: in the page's claims file or, before
-there was one a page, in book/claims.yml; or the commit must have changed a `campaign.yaml`, whose
-predictions are the rules of the runs that it asks for, or a study that says "the rule of the
-prediction" and had no table in data/studies yet.
+The rule must come first, and the named commit must have it, its comparison and limits: in the
+page's claims file or, before there was one a page, in book/claims.yml; or the commit must have
+changed a `campaign.yaml`, whose predictions are the rules of the runs that it asks for, or a study
+that says "the rule of the prediction" and had no table in data/studies yet.
 """
 
 from __future__ import annotations

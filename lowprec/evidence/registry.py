@@ -134,6 +134,9 @@ class Claim:
             return "inconclusive" if complete else "not run"
         if not math.isfinite(value):
             raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
+        most = {"count": n, "share": 1}.get(self.parsed.quantifier, math.inf)
+        if self.parsed.counts and not 0 <= value <= most:
+            raise UserError(f"claim {self.id}: {value} of {n} {self.unit}: it counts up to {most}")
         if interval is not None and not interval[0] <= interval[1]:
             raise UserError(
                 f"claim {self.id}: the interval of {self.metric} is {interval}; it ends before it "
@@ -155,7 +158,7 @@ class Claim:
         values = [k / whole for k in range(count, count + missing + 1)]
         if self.parsed.quantifier == "share" and n:
             values.append(count / n)  # that it is judged by
-        return len({self.verdict_on(value, self.needs) for value in values}) == 1
+        return len({self.verdict_on(value, max(self.needs, n)) for value in values}) == 1
 
 
 def pages_folder() -> Path:
