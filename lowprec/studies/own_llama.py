@@ -5,32 +5,26 @@ windows of the batch that would follow the last step, of the stream the runs lea
 models are computed in FP32, with PyTorch's attention, whatever the run rounded.
 
     python -m lowprec.studies.own_llama data/runs/llama20k
-    python -m lowprec.studies.own_llama data/runs/llama20k --captures data/captures/llama20k
 
 The tables, each with arm, seed and step: `pairs` (a row a layer and window), `heads` (a layer, a
-head and a window), `costs` (a window and a way of rounding). The captures are of the first run's
-last weights and the first window.
+head and a window), `costs` (a window and a way of rounding).
 """
 
 from __future__ import annotations
 
 import argparse
-import lzma
 from pathlib import Path
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save as to_bytes
 
 from lowprec import UserError, entry
 from lowprec.evidence.claims import Measured
 from lowprec.evidence.words import span
-from lowprec.records import files
 from lowprec.records.tables import write_table
 from lowprec.studies import gated, loud, loud_real, rotated
 from lowprec.studies.kept import models, unwritten
-from lowprec.studies.smollm2 import XZ
 from lowprec.training.data import shards as data
 from lowprec.training.loop import pick_device
 
@@ -40,29 +34,21 @@ TURNS = ("fp32", "qk", "code", "place", "counting")
 """Arms of `rotated.ARMS` whose loss is taken; the change of attention is, of the first three."""
 STORED = ("bf16", "current", "channel", "int8", "int8-token", "e2m1", "e2m1-block32")
 """Arms of `loud_real.ARMS` in which the inputs of all down-projections are stored."""
-QK_TOKENS, GATED_TOKENS, NORM_TOKENS = 128, 48, 16
-"""The first tokens of which captures keep q and k, gate and up, and inputs of norms."""
 
 
 def observe(model, tokens) -> dict:
     """One forward of a window (T + 1,), in FP32: for each layer q (H, T, D) and k before they turn,
-    gate and up (T, channels), the stream after it (T, C), and what norms read, by name."""
-    seen = {name: [] for name in ("gate", "up", "stream")} | {"norms": {}}
+    gate and up (T, channels), and the stream after it (T, C)."""
+    seen, hooks = {name: [] for name in ("gate", "up", "stream")}, []
 
     def keep_pair(module, given, out):
         for name, half in zip(("gate", "up"), out[0].chunk(2, -1), strict=True):
             seen[name].append(half)
 
-    def keep_norm(name):
-        return lambda module, given, out: seen["norms"].update({name: given[0][0]})
-
-    hooks = [model.norm.register_forward_hook(keep_norm("end"))]
     for i, block in enumerate(model.blocks):
         hooks += [
             block.up.register_forward_hook(keep_pair),
             block.register_forward_hook(lambda m, given, out: seen["stream"].append(out[0])),
-            block.norm_attn.register_forward_hook(keep_norm(f"attn-{i}")),
-            block.norm_mlp.register_forward_hook(keep_norm(f"mlp-{i}")),
         ]
     try:
         heads, loss = rotated.unturned(model, tokens)
@@ -161,27 +147,6 @@ def measure(folder, tokens, device: str = "cpu", windows: int = WINDOWS) -> dict
         print(where, flush=True)
     tables = {name: pd.concat(parts, ignore_index=True) for name, parts in found.items()}
     return {name: loud.short(t, 16 if name == "costs" else 10) for name, t in tables.items()}
-
-
-def capture(folder: Path, out: Path, tokens, device: str = "cpu") -> Path:
-    """Write the numbers of a first window before rounding, in BF16: of the layer with the strongest
-    sinks q (H, 128, D) and k before they turn, of the one with the loudest channel gate and up
-    (48, channels), and of all norms what they read (16, C)."""
-    first, path = None, out / "own-llama.safetensors.lzma"
-    for where, model, text in grown(folder, tokens, device, 1):
-        if first in (None, (where["arm"], where["seed"])):  # weights come by step
-            first, last = (where["arm"], where["seed"]), (model, text[0])
-    seen = observe(*last)
-    at = heads(last[0], seen).groupby("layer").sink.mean().idxmax()
-    loudest = pairs(last[0], seen).loudest.argmax()
-    kept = {f"{n}-{at}": seen[n][at][:, :QK_TOKENS] for n in "qk"}
-    kept |= {f"{n}-{loudest}": seen[n][loudest][:GATED_TOKENS] for n in ("gate", "up")}
-    kept |= {f"norm-{n}": x[:NORM_TOKENS] for n, x in seen["norms"].items()}
-    content = to_bytes({n: x.bfloat16().cpu().contiguous() for n, x in kept.items()})
-    files.make_folder(out)
-    packed = lzma.compress(content, lzma.FORMAT_ALONE, filters=XZ)
-    files.write_atomic(unwritten(path), lambda file: file.write(packed))
-    return path
 
 
 # What pages ask of the tables
@@ -319,20 +284,16 @@ def courses(tables: dict) -> pd.DataFrame:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure the kept weights of a campaign's Llamas, or write captures of the last ones."""
+    """Measure the kept weights of a campaign's Llamas."""
     parser = argparse.ArgumentParser(
         prog="python -m lowprec.studies.own_llama", description=main.__doc__
     )
     parser.add_argument("folder", type=Path, help="the campaign's folder")
-    parser.add_argument("--captures", type=Path, help="write captures there, and no tables")
     parser.add_argument("--data", default="shards/pysource", help="the runs' token shards")
     parser.add_argument("--windows", type=int, default=WINDOWS, help="of text that are read")
     parser.add_argument("--device", default="auto", help="cuda, cpu; auto is a GPU if there is one")
     args = parser.parse_args(argv)
     tokens, device = data.load_tokens(args.data), pick_device(args.device)
-    if args.captures:
-        print(capture(args.folder, args.captures, tokens, device))
-        return
     outs = {
         name: unwritten(args.folder / f"{name}.parquet") for name in ("pairs", "heads", "costs")
     }
