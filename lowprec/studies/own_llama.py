@@ -45,7 +45,7 @@ def observe(model, tokens) -> dict:
         for name, half in zip(("gate", "up"), out[0].chunk(2, -1), strict=True):
             seen[name].append(half)
 
-    for i, block in enumerate(model.blocks):
+    for block in model.blocks:
         hooks += [
             block.up.register_forward_hook(keep_pair),
             block.register_forward_hook(lambda m, given, out: seen["stream"].append(out[0])),
