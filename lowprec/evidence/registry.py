@@ -154,7 +154,7 @@ class Claim:
         """Whether none of the units that are missing to its `needs` can change the verdict, if
         `count` of `n` have what it counts."""
         missing = max(self.needs - n, 0)
-        whole = self.needs if self.parsed.quantifier == "share" else 1
+        whole = max(self.needs, n) if self.parsed.quantifier == "share" else 1
         values = [k / whole for k in range(count, count + missing + 1)]
         if self.parsed.quantifier == "share" and n:
             values.append(count / n)  # that it is judged by
