@@ -9,6 +9,7 @@ import weakref
 
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 
 from lowprec import UserError, __main__
@@ -961,3 +962,14 @@ def test_a_folder_without_a_tokenizer_is_named_before_a_download(tmp_path, monke
         loading._encoded("a", tmp_path, 50257)
     with pytest.raises(UserError, match="^GPT-2's vocabulary"):
         loading._encoded("a", None, 50257)
+
+
+def test_the_interval_of_delta_s_bias_is_student_s_over_blocks():
+    capture = Capture.load(files.data_root() / "captures" / "fa2-b-seed4-1580.xz")
+    row = affected.probe(capture).iloc[0]
+    t = capture.replay(device="cpu")
+    eps = (t.delta_o - t.delta_ref).double().flatten()
+    means = eps.reshape(16, -1).mean(1).numpy()
+    low, high = scipy.stats.t.interval(0.95, 15, means.mean(), scipy.stats.sem(means))
+    size = eps.abs().mean().item()
+    assert (row.delta_low, row.delta_high) == pytest.approx((low / size, high / size), rel=1e-6)

@@ -196,7 +196,7 @@ def test_sdpa_is_the_flash_kernel_where_cudnn_has_one(monkeypatch, device, dtype
         allowed.append((kernels.flash_sdp_enabled(), kernels.cudnn_sdp_enabled()))
         return q
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr("lowprec.attention.ops.scaled_dot_product_attention", spy)
     with FakeTensorMode():
         q = torch.empty(1, 2, 16, 16, device=device, dtype=dtype)
         attention(q, q, q, FA2, impl="sdpa")
@@ -317,3 +317,19 @@ def test_a_distance_in_ulp_is_that_of_the_scale_of_each_row():
         t = emulate(q, k, values, policy)
         found.append(agreement.ulp_distance(0 * t.o, t.o, t, values, policy))
     assert found[0] == found[1] == found[2] > 1
+
+
+def test_a_distance_is_in_ulp_of_the_terms_and_not_of_what_they_leave():
+    q = k = torch.zeros(1, 1, 2, 16).bfloat16()
+    v = torch.tensor([1.5, -1.5])[:, None].expand(1, 1, 2, 16).bfloat16()
+    t = emulate(q, k, v, FA2)
+    o = t.o + torch.tensor([0.0, 2.0**-7])[:, None]  # the second row is 3/4 - 3/4
+    assert agreement.ulp_distance(o.bfloat16(), t.o.bfloat16(), t, v, FA2) == 1
+
+
+def test_an_output_in_fp32_agrees_within_the_noise_of_its_sums():
+    q, k, v = torch.randn(3, 1, 1, 64, 16, generator=torch.Generator().manual_seed(0))
+    t = emulate(q, k, v, ALL_FP32)
+    how = (t, q, k, v, ALL_FP32, None, 0.25)
+    assert agreement.agrees(t.o * (1 + 2.0**-22), t.o, *how)
+    assert not agreement.agrees(t.o * (1 + 2.0**-10), t.o, *how)

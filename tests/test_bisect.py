@@ -352,3 +352,32 @@ def test_a_planted_bias_explodes_and_either_of_its_two_parts_is_enough(tmp_path)
 def test_help_on_trainings_lists_the_presets(capsys):
     assert not __main__.main(["bisect", "--train", "--help"])
     assert "mini" in capsys.readouterr().out
+
+
+def guilty_of(**changes):
+    return bisect.Guilty(
+        **dict(
+            head=0,
+            policy=FA2,
+            of="dq",
+            within=0.25,
+            error=0.1,
+            items=("p=fp32", "o=fp32"),
+            whole=("p=fp32", "o=fp32"),
+            sets=[("p=fp32",), ("o=fp32",)],
+            left={("p=fp32",): 0.2, ("o=fp32",): 0.1, ("p=fp32", "o=fp32"): 0.0},
+            size=2,
+            redrawn=1.0,
+        )
+        | changes
+    )
+
+
+def test_of_equal_sets_the_one_that_leaves_least_comes_first():
+    assert [left for _, left in guilty_of().minimal] == [0.1, 0.2]
+
+
+def test_a_set_is_doubted_where_a_lucky_draw_leaves_as_little():
+    assert "Doubt it" in bisect.verdict(guilty_of(redrawn=0.25)) and "Doubt" not in bisect.verdict(
+        guilty_of(redrawn=0.26)
+    )

@@ -965,3 +965,9 @@ sys.meta_path.insert(0, Blocked())
     code += "\n".join(lines)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_of_as_many_units_with_as_without_those_with_are_listed():
+    by = dict(a=True, b=True, c=False, d=False)
+    hypothesis = dict(sentence="Half explode.", rule="count of runs that explode == 2", needs=4)
+    assert claims.judge(hypothesis, by).listed() == "Yes: a, b"

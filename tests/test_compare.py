@@ -3,7 +3,10 @@
 import json
 import re
 
+import numpy as np
+import pandas as pd
 import pytest
+import scipy.stats
 import torch
 from safetensors import safe_open
 from torch.nn.functional import scaled_dot_product_attention
@@ -391,3 +394,48 @@ def test_a_capture_is_written_and_compared(own, capsys):
     assert main(["data", "capture", "fa2-a-seed1-1520", "x.safetensors"]) == 0
     assert main(["compare", "FA2", "CLEAN", "--on", "x.safetensors"]) == 0
     assert "rounding, magnified" in capsys.readouterr().out
+
+
+def test_limits_of_a_table_and_signs_corrected_for_it():
+    table = compare.judged(
+        pd.DataFrame(
+            dict(
+                of=["O"] * 4,
+                times=[1, 2, 2.1, 1],
+                worst=[1, 4, 1, 4.1],
+                p=[0.012, 0.013, 1, 1],
+                signed=[0.5, 1, 0, 0],
+                plain=1.0,
+            )
+        )
+    )
+    assert list(table.large) == [False, False, True, True]
+    assert list(table.clear) == list(table.lean) == [True, False, False, False]
+
+
+def test_an_interval_and_a_p_of_a_sign_are_of_one_t_test(inputs):
+    table = one(contenders.plain, inputs)
+    t = scipy.stats.t(table.n - 1)
+    error = table.signed.abs() / t.isf(table.p / 2)
+    assert np.allclose(table.half, t.ppf(0.975) * error, rtol=1e-6)
+
+
+def test_one_ulp_is_at_least_what_storing_does():
+    g = torch.Generator().manual_seed(0)
+    q, k, v, do = torch.randn(4, 1, 1, 256, 16, generator=g)
+    given = [x.bfloat16() for x in (0 * q, k, v + 8, do)]
+    exact = compare.Exact(contenders.Inputs("even", *given, causal=False, scale=0.25))
+    right = exact.right["O"]
+    stored = (right.bfloat16().double() - right).norm() / right.norm()
+    assert exact.ulp["O"] >= stored.item()
+
+
+def test_a_sign_of_delta_is_over_root_mean_squares(inputs):
+    exact = compare.Exact(inputs)
+    wrong = -0.01 * inputs.scale * exact.weighted
+    rows = exact.rows("x", {"dQ": exact.right["dQ"] + wrong})
+    signed = next(row["signed"] for row in rows if row["of"] == "δ")
+    size, right = (
+        x.square().mean().sqrt().item() for x in (exact.weighted.norm(dim=-1), exact.right["δ"])
+    )
+    assert signed == pytest.approx(0.01 * size / right, rel=1e-6)

@@ -22,6 +22,8 @@ from lowprec.attention.masks import Mask, Scores
 PAGE = Path(__file__).resolve().parent.parent / "book" / "take_it_home.md"
 B, H, L, D = 2, 4, 12, 16
 
+NAME = "lowprec.attention.drop_in.scaled_dot_product_attention"
+
 
 def random_mask(*shape):
     seen = torch.rand(shape, generator=torch.Generator().manual_seed(7)) < 0.6
@@ -193,9 +195,7 @@ def test_derivatives_that_there_are_not():
 def test_without_a_gradient_it_is_pytorchs_function(case, dtype, monkeypatch):
     """Where the forward of the policy is what that rounds; with impl named the call is ours."""
     calls, stock = [], F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or stock(*a, **k)
-    )
+    monkeypatch.setattr(NAME, lambda *a, **k: calls.append(1) or stock(*a, **k))
     shapes, how = CASES[case]
     inputs = [t.to(dtype) for t in tensors(**shapes)]
     policy = {torch.float32: "ALL_FP32", torch.bfloat16: "SAFE"}[dtype]
@@ -221,7 +221,7 @@ def test_without_a_gradient_it_is_pytorchs_function(case, dtype, monkeypatch):
     ids=str,
 )  # fmt: skip
 def test_other_forwards_are_ours_without_a_gradient_too(how, monkeypatch):
-    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    monkeypatch.setattr(NAME, None)
     with torch.no_grad():
         sdpa(*tensors(), **how)
 
@@ -258,11 +258,7 @@ def test_a_bias_in_scores_without_a_gradient():
 def test_autocast_decides_before_pytorch_is_asked(monkeypatch):
     """ALL_FP32 on FP32 tensors under BF16: PyTorch's function would round P."""
     asked, stock = [], F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F,
-        "scaled_dot_product_attention",
-        lambda *a, **k: asked.append(a[0].dtype) or stock(*a, **k),
-    )
+    monkeypatch.setattr(NAME, lambda *a, **k: asked.append(a[0].dtype) or stock(*a, **k))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         sdpa(*tensors(), policy="ALL_FP32")
         assert asked == []
@@ -271,7 +267,7 @@ def test_autocast_decides_before_pytorch_is_asked(monkeypatch):
 
 
 def test_a_mask_that_needs_a_gradient_is_asked_about(monkeypatch):
-    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    monkeypatch.setattr(NAME, None)
     mask = torch.zeros(L, L, requires_grad=True)
     sdpa(*tensors(), attn_mask=mask, policy="ALL_FP32").sum().backward()
     assert mask.grad.shape == mask.shape

@@ -1,5 +1,7 @@
 """Directions of rank-one sums: against stacked matrices written out, and shifts no softmax sees."""
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -82,3 +84,18 @@ def test_steps_along_one_direction_have_cosine_one_and_its_sign():
     pairs = step_cosines(window.to_table(), 0, 1, span=2)
     assert list(pairs.index) == [0, 2]
     assert pairs.loc[0, 2] == pytest.approx(-1, abs=1e-2)
+
+
+def test_spans_of_steps_begin_at_the_first():
+    table = pd.DataFrame(
+        dict(
+            step=[5, 6, 7, 8],
+            layer=0,
+            head=0,
+            error_norm=1.0,
+            sketch_00=[1.0, 1, 0, 0],
+            sketch_01=[0.0, 0, 1, 1],
+        )
+    )
+    pairs = step_cosines(table, 0, 0, span=2)
+    assert list(pairs.index) == [5, 7] and np.allclose(pairs, np.eye(2))

@@ -15,6 +15,7 @@ import lowprec
 from lowprec import UserError
 from lowprec.attention import attention, huggingface, operator
 from lowprec.attention.drop_in import sdpa
+from lowprec.attention.reference import oracle
 from lowprec.numerics.policy import FA2, SAFE, PrecisionPolicy
 from lowprec.records import files
 from lowprec.training.data import shards as data
@@ -178,6 +179,19 @@ def test_float64_is_for_the_oracle():
         sdpa(*inputs, impl="emulate")
 
 
+def test_it_may_take_the_name_of_pytorchs_function(monkeypatch):
+    """Also where no gradient is needed, and PyTorch's own is what computes."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    q, k, v = torch.randn(3, 2, 4, 32, 16)
+    right = oracle(q, k, v, causal=True).o.float()
+    for dtype, policy, far in ((torch.bfloat16, "SAFE", 0.02), (torch.float32, "ALL_FP32", 1e-5)):
+        given = [x.to(dtype) for x in (q, k, v)]
+        o = sdpa(*given, is_causal=True, policy=policy)
+        torch.testing.assert_close(o.float(), right, atol=far, rtol=far)
+    o = attention(*given, "FA2", causal=True, impl="sdpa")
+    torch.testing.assert_close(o, right, atol=1e-5, rtol=1e-5)
+
+
 def test_the_name_loads_torch_only_when_asked():
     code = (
         "import sys, lowprec; assert 'torch' not in sys.modules; "
@@ -328,7 +342,7 @@ def test_without_a_gradient_a_mask_meets_keys_that_heads_share(
         seen.append((q.shape[1], k.shape[1], v.shape[1], how["enable_gqa"]))
         return plain(q, k, v, **how)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", stock)
+    monkeypatch.setattr("lowprec.attention.drop_in.scaled_dot_product_attention", stock)
     q, k, v = torch.randn(2, 4, n, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
     mask = torch.rand(2, mask_heads, n, 9) < 0.7
     mask[..., 0] = True

@@ -297,3 +297,13 @@ def test_what_a_run_cannot_do_is_refused(changes, word):
 def test_the_campaign_can_be_read():
     jobs = load_campaign(files.data_root() / "runs" / "eight" / "campaign.yaml")
     assert len(jobs) == 27 and {job.config.n_embd for job in jobs} == {384}
+
+
+def test_a_dynamic_scale_grows_no_further_than_apexs():
+    scaler = LossScaler("dynamic,from2^24,every1")
+    scaler.accept(torch.ones(1, dtype=torch.bool))
+    assert scaler.scale.item() == scaling.LARGEST
+
+
+def test_the_first_scale_is_no_smaller_than_its_minimum():
+    assert LossScaler("dynamic,from2^0,least2^7@0").scale.item() == 2.0**7

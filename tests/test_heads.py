@@ -128,3 +128,7 @@ def test_a_sequence_is_picked_for_the_head_with_the_largest_error_of_the_step_an
     capture.step = 3
     with pytest.raises(UserError, match="made-up: step 3 is not in the run's window"):
         picked_for(capture, errors)
+
+
+def test_norms_end_before_the_onset():
+    assert norms(made_up(onset=349)).index[-1] == 299

@@ -25,6 +25,7 @@ from kernel_checks import (
     run,
 )  # fmt: skip
 
+from lowprec.attention import operator
 from lowprec.attention.kernels import launch
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.policy import ALL_FP32, CHOICES, FA2, FIELDS, LOW, PAPER, RELEASED, SITES
@@ -262,3 +263,20 @@ def test_offsets_and_grids_beyond_32_and_16_bits(shape):
     for got, wanted in zip((o, *grads), (t.o, t.dq, t.dk, t.dv), strict=True):
         error = (got[-1:, -1:].double() - wanted.double()).norm()
         assert error <= 2e-3 * wanted.double().norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_floor_is_one_of_both_sums(device):
+    q, k, v, _ = family("normal", (1, 1, 32, 16), device=device)
+    how = (q, k, v, None, "FA2+l_from=p_both+l_floor=100")
+    ours, want = (operator.trace(*how, impl=impl) for impl in ("triton", "emulate"))
+    torch.testing.assert_close(ours.lse, want.lse, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_mean_key_taken_out_is_that_of_more_than_512_keys(device):
+    q, k, v, do = family("tied", (1, 2, 600, 16), dtype=torch.float32, device=device)
+    k[:, :, 512:] *= 3
+    how = (q, k[:, :1], v[:, :1], do, "LOW+row_sum=removed")
+    ours, want = (operator.trace(*how, impl=impl).dq for impl in ("triton", "emulate"))
+    assert (ours - want).norm() < 0.05 * want.norm()

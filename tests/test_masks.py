@@ -319,3 +319,24 @@ def test_a_bias_of_keys_that_nobody_sees_is_cut_with_them():
     assert torch.equal(o, few)
     one = sdpa(q, k, v, scores=Scores(bias=bias[:, :1]), **how)
     torch.testing.assert_close(one, sdpa(q, k, v, **how))
+
+
+def test_a_bias_has_the_gradient_of_the_refined_delta():
+    q, k, v, do = family("tied")
+    bias = torch.zeros(1, 1, 96, 96)
+    traces = {p: emulate(q, k, v, p, do=do, scores=Scores(bias=bias)) for p in ("FA2", "SAFE")}
+    left = {p: t.dbias.sum(-1).abs().mean() for p, t in traces.items()}
+    assert left["SAFE"] < 0.3 * left["FA2"]
+
+
+@torch.no_grad()
+def test_a_bias_of_a_dtype_that_pytorch_refuses_is_ours():
+    q, k, v = (
+        torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(i)).bfloat16()
+        for i in range(3)
+    )
+    bias = torch.randn(8, 8, generator=torch.Generator().manual_seed(3)).half()
+    o = sdpa(q, k, v, scores=Scores(bias=bias))
+    assert torch.allclose(
+        o.float(), sdpa(q.float(), k.float(), v.float(), bias.float(), policy="ALL_FP32"), atol=0.02
+    )

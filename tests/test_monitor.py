@@ -656,6 +656,22 @@ def test_of_numbers_that_jump_as_many_steps_are_watched(hub, apart, first):
     assert found == [True, False, False] * 2 + [True, False] or apart == 7 and any(found[5:])
 
 
+def test_a_monitor_that_is_never_stepped_says_so(hub, caplog, tmp_path):
+    model, ids, path = llama(hub), tokens(1, 32), tmp_path / "m.jsonl"
+    for calls in (0, 1):
+        with caplog.at_level(logging.WARNING, "lowprec.monitor"), Monitor(model, path=path) as some:
+            of_hub(model, ids)().backward()
+            for _ in range(calls):
+                some.step()
+        assert ("saw no step" in caplog.text) is not bool(calls)
+        caplog.clear()
+    for step in (0, 1):
+        with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+            Monitor(model, path=path, step=step)
+        assert ("has rows already" in caplog.text) is not bool(step)
+        caplog.clear()
+
+
 def test_a_model_that_only_looks_is_told_so(hub, caplog):
     model, ids = llama(hub), tokens(1, 32)
     monitor = Monitor(model, every=1)
@@ -960,3 +976,14 @@ def test_a_norm_over_all_heads_goes_head_by_head(hub):
         apart.append(torch.einsum("btd,btc->dc", g, x).norm().item())
     assert whole.tolist() == pytest.approx(apart, rel=1e-4) and call.norms.heads is None
     assert table.gradient.to_numpy() == pytest.approx(apart, rel=0.02)
+
+
+def test_steps_are_counted_where_no_number_is_one_s_turn(hub):
+    from lowprec import Monitor
+
+    model, ids = llama(hub), tokens(1, 32)
+    monitor, found = Monitor(model, every=3, step=1), []
+    for i in range(8):
+        of_hub(model, ids)().backward()
+        found.append(monitor.step(1 + 3 * i) is not None)
+    assert found == [False] * 3 + [True, False, False, True, False]

@@ -253,3 +253,19 @@ def test_the_page_for_people_who_write_kernels_runs():
         torch.testing.assert_close(delta_dk, delta + t.row_sum[0, 0, rows], rtol=1e-3, atol=1e-4)
     assert names["error_of_dq"](scaled_dot_product_attention) > 0.1
     assert names["error_of_dq"](names["around"]) < 0.01
+
+
+def test_row_sums_go_out_in_fp32_and_are_rounded_once():
+    q, k, v, do = family("tied", (1, 2, 32, 16))
+    wide = torch.randn(1, 2, 32, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q.requires_grad_()
+    o = row_sums_out(lambda q, k, v, scale: (q * wide).sum(-1, keepdim=True) + 0 * v, q, k, v)
+    (dq,) = torch.autograd.grad(o[..., :1].float().sum(), q)
+    mean = k.float().mean(-2, keepdim=True)
+    assert torch.equal(dq, (wide[..., :16].float() - wide[..., 16:17].float() * mean).bfloat16())
+
+
+def test_centred_keys_are_rounded_once():
+    k = family("tied", (1, 2, 96, 16))[1]
+    wanted = (k.double() - k.double().mean(-2, keepdim=True)).bfloat16()
+    assert (centred(k) != wanted).double().mean() < 0.01

@@ -453,3 +453,9 @@ def test_fp4_of_bitsandbytes_is_e2m1_but_for_its_smallest_number():
     mine = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     apart = [i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if abs(a - b) > 1e-6]
     assert apart == [1] and theirs[1].item() == pytest.approx(6 / 192)
+
+
+def test_a_group_of_very_many_octaves_is_raised_to_a_sixteenth_and_comes_back():
+    x = torch.tensor([[2.0**100, 2.0**-100, -1.0]])
+    assert quantise(x, Cast.parse("e2m1@token,expand")).power.item() == 1 / 16
+    assert scaled(x, "e2m1@token,expand")[0, 0].item() == pytest.approx(2.0**100, rel=1e-3)

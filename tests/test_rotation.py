@@ -144,3 +144,19 @@ def test_a_rotation_that_rounds_compiles_into_one_graph():
     compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
     y = tokens.roll(-1, 1)
     torch.testing.assert_close(compiled(model.token(tokens), y), model(tokens, y))
+
+
+@pytest.mark.parametrize("site", ["before", "rot", "qk"])
+def test_each_rounding_of_turning_q_and_k_is_done(site):
+    how = Rotation.parse(f"FP32+{site}=bf16")
+    assert how.turning == str(how)
+
+
+def test_the_gradient_has_no_rounding_of_what_was_turned():
+    from lowprec.training.rotary import rotate, rotation
+
+    table = rotation(8, 16)
+    x, g = torch.randn(2, 1, 1, 8, 16, generator=torch.Generator().manual_seed(0))
+    x.requires_grad_()
+    rotate(x, table, how="FP32+before=bf16+qk=bf16").backward(g)
+    assert torch.allclose(x.grad, rotate(g, table, back=True), atol=1e-6)

@@ -16,7 +16,7 @@ import yaml
 from lowprec import UserError
 from lowprec.evidence import registry
 from lowprec.records import explosion, files, manifest, provenance, runs
-from lowprec.records.explosion import excess, find_explosion, window_mean
+from lowprec.records.explosion import Explosion, excess, find_explosion, window_mean
 from lowprec.records.runs import load_run, load_runs
 from lowprec.records.tables import write_table
 
@@ -386,3 +386,20 @@ def test_run_json_holds_no_absolute_path():
         assert all(re.fullmatch(r"\d+(/[\d,]+)?", place) for place in places), path
         assert "/" not in json.dumps(info).replace("n/a", ""), path
         assert info["hardware"]
+
+
+def test_a_rise_of_just_half_a_nat_counts_and_one_back_at_just_a_quarter_does_not():
+    assert find_explosion([1.0] * 100 + [1.5] * 700) == Explosion(149, True)
+    assert find_explosion([1.0] * 100 + [1.75] * 60 + [1.25] * 700) is None
+
+
+def test_of_a_run_that_goes_on_no_step_beyond_its_record_is_read(folder):
+    info = json.loads((folder / "run.json").read_text()) | dict(ended="running", steps=1000)
+    (folder / "run.json").write_text(json.dumps(info))
+    run = load_run(folder)
+    assert len(run.metrics) == 1000 and run.probes.step.max() < 1000
+
+
+def test_the_final_loss_is_the_mean_of_the_last_500(folder):
+    run = load_run(folder)
+    assert run.final_loss == pytest.approx(run.metrics.loss.to_numpy()[-500:].mean(), rel=1e-6)

@@ -1,5 +1,6 @@
 """Scores in two parts: exact identities, and what rounding makes of them."""
 
+import pytest
 import torch
 
 from lowprec.attention.reference import oracle
@@ -71,3 +72,8 @@ def test_total_variation_is_one_for_disjoint_rows():
     p = torch.eye(4, dtype=torch.float64)
     assert scores.total_variation(p, p.roll(1, -1)) == 1
     assert scores.total_variation(p, p) == 0
+
+
+def test_spread_is_the_root_mean_square_over_rows():
+    q, k = (torch.tensor(x, dtype=torch.float64)[None, :, None] for x in ([9, 1, 0], [0, 2, 4]))
+    assert scores.parts(q, k, 1.0)["spread"] == pytest.approx(0.5**0.5)

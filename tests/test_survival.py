@@ -106,7 +106,7 @@ def test_logrank_by_hand():
     assert scipy.stats.chi2.isf(row.p, 1) == pytest.approx((3 - expected) ** 2 / variance, rel=1e-9)
 
 
-@pytest.mark.parametrize("censored", [[], [2, 6], [5, 6, 7]])
+@pytest.mark.parametrize("censored", [[], [2, 6], [5, 6, 7], [2, 3]])
 def test_the_permutation_test_is_the_count_over_all_arrangements(censored):
     """Of scipy's log-rank statistic, for all ways to deal eight runs to arms of three and five."""
     ends, exploded = np.array([1, 2, 4, 3, 5, 5, 6, 7]), ~np.isin(np.arange(8), censored)
@@ -409,3 +409,8 @@ def test_onsets_by_seed_in_words():
     assert list(table) == ["onset", "seed 2", "seed 3", "seed 4", "seed 5"]
     assert list(table.loc[0]) == ["mean key", "4,014", "none by 7,000", "5,140", "2,477"]
     assert list(table.loc[1]) == ["with positions", "none by 7,000", "to come", "", ""]
+
+
+def test_an_explosion_at_a_step_counts_as_one_by_that_step():
+    low = Arm("low", None, tuple(range(8)), LOW)
+    assert [low.exploded_by(step) for step in (2099, 2100, 2800)] == [0, 1, 8]

@@ -1201,3 +1201,42 @@ def test_a_run_asked_to_stop_in_its_last_step_has_ended(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Recorder, "measured", asked)
     assert train(small(), tmp_path / "a").info["ended"] == "completed"
+
+
+def gathering(group, *losses):
+    from collections import deque
+
+    from lowprec.training.recorder import Recorder
+
+    watch = Recorder.__new__(Recorder)
+    watch.group, watch.metrics, watch.recent, one = group, [], deque(), torch.tensor(1.0)
+    watch.pending = [
+        (i, torch.tensor(loss), one, 1e-3, torch.full((1, 2, 3), float(i)))
+        for i, loss in enumerate(losses)
+    ]
+    watch.collect()
+    return watch
+
+
+def test_sums_of_delta_over_processes_are_of_the_gradient_of_the_mean():
+    group = SimpleNamespace(size=2, sum=lambda x: 2 * x)
+    assert gathering(group, 1.0, 1.0).recent[1][0, 0].tolist() == [1, 1, 2]
+
+
+def test_of_steps_after_a_loss_that_is_not_finite_no_sums_are_kept():
+    watch = gathering(SimpleNamespace(size=1, sum=lambda x: x), 1.0, float("nan"), 1.0, 1.0)
+    assert watch.step == 2 and [sums[0, 0, 0] for sums in watch.recent] == [0, 1]
+
+
+def test_no_two_layers_of_any_steps_draw_the_same_bits(monkeypatch):
+    from lowprec.training.model import GPT, Block, GPTConfig
+
+    seeds = []
+    monkeypatch.setattr(
+        Block, "attention", lambda self, q, k, v, probe, seed: seeds.append(seed) or q
+    )
+    model = GPT(GPTConfig(3, 2, 16, 8, vocab_size=32))
+    x = torch.zeros(1, 8, dtype=torch.long)
+    for seed in range(3):
+        model(x, x, seed=seed)
+    assert len(seeds) == len(set(seeds)) == 9

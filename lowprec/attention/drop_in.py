@@ -14,6 +14,7 @@ import dataclasses
 import functools
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention  # also if ours takes its name later
 
 from lowprec import UserError
 from lowprec.attention import attention
@@ -156,7 +157,7 @@ def _pytorch(query, key, value, scale, attn_mask=None, is_causal=False):
             attn_mask = attn_mask.reshape(len(attn_mask), theirs, h // theirs, -1)
     elif attn_mask is not None:
         key, value = (for_queries(t, h) for t in (key, value))
-    o = torch.nn.functional.scaled_dot_product_attention(
+    o = scaled_dot_product_attention(
         query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale,
         enable_gqa=not query.shape[1] == key.shape[1] == value.shape[1],
     )  # fmt: skip

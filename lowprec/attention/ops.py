@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention  # also if ours takes its name later
 
 from lowprec import UserError
 from lowprec.attention.inputs import causal_mask, check_seed
@@ -116,9 +117,7 @@ def stock(q, k, v, causal, scale, dense=None):
         dense = causal_mask(q.shape[2], k.shape[2], q.device)
     if dense is not None:
         causal, how["attn_mask"] = False, dense
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=scale, **how
-    )
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **how)
 
 
 def flash_backward(do, q, k, v, o, causal, scale):

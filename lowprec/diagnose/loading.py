@@ -240,7 +240,7 @@ def tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Ten
         return ids % vocab_size, words
     text = Path(text)
     if not text.is_file():
-        raise UserError(f"there is no text {text}")
+        raise UserError(f"there is no text {text}; name a file")
     ids, how = _beginning(text, sequences * length, folder, vocab_size)
     ids = torch.tensor(ids)
     # of a short text fewer sequences, and not much shorter ones, whose rows would see few keys
@@ -260,8 +260,13 @@ def _beginning(path: Path, count: int, folder, vocab_size: int) -> tuple[list[in
     """The first `count` tokens of a file and more, or all it has; and by what."""
     characters = 8 * count
     while True:
-        with open(path, errors="replace") as file:
-            part = file.read(characters)
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                part = file.read(characters)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        if part.count("\0") + part.count("\N{REPLACEMENT CHARACTER}") > len(part) / 1000:
+            raise UserError(f"{path} is no text in UTF-8; convert it")
         ids, how = _encoded(part, folder, vocab_size)
         # what is cut off changes the tokens next to the cut
         if len(part) < characters or len(ids) >= count + 64:

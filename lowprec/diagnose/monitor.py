@@ -68,7 +68,8 @@ class Monitor:
 
     model: the module that the loop calls, wrapped in DDP or not. every: steps from one that is
         watched to the next, from step 0 on.
-    path: of the file, or None. writer: a tensorboard SummaryWriter, or a folder for one.
+    path: of the file, or None; rows go behind those that it has.
+    writer: a tensorboard SummaryWriter, or a folder for one.
     policy: what attention rounds; None for what a call of this package says, else for FA2, with
         FP16 in place of BF16 where that is the dtype.
     sequences, length: what is measured of a batch, its first tokens.
@@ -99,12 +100,23 @@ class Monitor:
         self.table, self.left_out, self.ringing, self.seen = None, {}, set(), False
         self.known, self.missed = defaultdict(weakref.WeakKeyDictionary), 0
         self.calls = 0  # of step, since one was watched: numbers may jump
+        self.stepped = False
+        if (
+            self.path
+            and not step
+            and _rank() == 0
+            and self.path.exists()
+            and self.path.stat().st_size
+        ):
+            log.warning("%s has rows already; what is written goes behind them", self.path)
         self._await(step)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
+        if not self.stepped:
+            log.warning("the monitor saw no step: call its step() after every step's last backward")
         self.close()
 
     def __del__(self, over=sys.is_finalizing):
@@ -125,7 +137,7 @@ class Monitor:
         it measure.
         """
         step, watch = self.now if step is None else step, self.watch
-        self.calls += 1
+        self.calls, self.stepped = self.calls + 1, True
         self.close()
         table = None if watch is None else self._finish(step, watch)
         if watch is not None:
@@ -273,6 +285,10 @@ def _plain(row: dict) -> dict:
         name: (float(f"{x:.6g}") if math.isfinite(x) else None) if isinstance(x, float) else x
         for name, x in row.items()
     }
+
+
+def _length(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _writer(folder):
