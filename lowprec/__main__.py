@@ -210,8 +210,8 @@ def probe(argv: list[str]) -> int:
         mistake in the arguments.
 
         Args:
-            model: a transformers folder or config.json, a Llama's .gguf, a run's checkpoint.pt, or
-                a capture.
+            model: a transformers folder or config.json, a Llama's .gguf, a run's checkpoint.pt or
+                nanoGPT's ckpt.pt, or a capture.
             text: a text file, read by the model's own tokenizer if that lies beside it or in the
                 .gguf; by default the committed text as GPT-2's tokens, which are noise to a model
                 with another vocabulary.
@@ -395,7 +395,8 @@ def compare(argv: list[str]) -> int:
         names = {"A": f"A ({a})", "B": f"B ({b})"}
         print(*(f"{who}: {text}" for who, text in (("A", a), ("B", b))), sep="\n")
         masked = sorted({"causal" if x.causal else "not causal" for x in inputs})
-        print(f"inputs: {on}, {' or '.join(masked)}, on {place}")
+        of = sorted({str(x.q.dtype).removeprefix("torch.") for x in inputs})
+        print(f"inputs: {on}, {' or '.join(of)}, {' or '.join(masked)}, on {place}")
         print("", two.shown(found), "", two.verdict(found, names), sep="\n")
         if table:
             content = found.to_csv(index=False).encode()

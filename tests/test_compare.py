@@ -326,7 +326,8 @@ def test_inputs_that_do_not_fit_are_one_sentence(tmp_path):
 
 def test_the_status_says_whether_both_are_within_the_rule(own, capsys):
     assert main(["compare", "sdpa", "own_attention:same", *SMALL]) == 0
-    assert "They err alike" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "They err alike" in out and "inputs: random, bfloat16, causal, on cpu" in out
     assert main(["compare", "sdpa", "own_attention.py:broken", *SMALL]) == 1
     assert "not finite" in capsys.readouterr().out
     how = ["compare", "FA2", "own_attention:scaled", "--table", "t.csv", "--figure", "f.png"]

@@ -226,3 +226,9 @@ def test_a_site_is_fp32_by_its_format_and_then_its_rounding_means_nothing():
 def test_an_unknown_shift_is_named():
     with pytest.raises(UserError, match="unknown shift 'foo'; choose one of none, beta"):
         Shift.parse("foo(bar=1)")
+
+
+@pytest.mark.parametrize("text, near", [("fa2", "FA2"), ("FA3", "FA2"), ("low+p=fp32", "LOW")])
+def test_a_preset_that_is_nearly_one_is_named(text, near):
+    with pytest.raises(UserError, match=f"did you mean {near}"):
+        PrecisionPolicy.parse(text)

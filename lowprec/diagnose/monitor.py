@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import numbers
 import sys
 import weakref
 from collections import defaultdict
@@ -86,8 +87,8 @@ class Monitor:
         step=0,
     ):  # fmt: skip
         for name, value in (("every", every), ("sequences", sequences)):
-            if value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
+            if not isinstance(value, numbers.Integral) or value < 1:
+                raise UserError(f"{name}={value!r} must be a whole number of at least 1")
         if length < measures.BLOCKS:
             raise UserError(f"length={length} must be at least {measures.BLOCKS}")
         self.model, self.every, self.policy = model, every, policy

@@ -62,9 +62,11 @@ class Spelled:
     def _read(cls, text: str) -> Self:
         base, *changes = re.split(r"\s*\+\s*(?=[A-Za-z_]+\s*=)", text.strip())
         if base not in cls.names:
+            near = difflib.get_close_matches(base.upper(), cls.names, n=1)
+            hint = f"did you mean {near[0]}? Or " if near else ""
             raise UserError(
-                f"unknown {cls.noun} {base!r}; start from one of {', '.join(cls.names)}, then add "
-                f"changes as in {cls.example}"
+                f"unknown {cls.noun} {base!r}; {hint}start from one of {', '.join(cls.names)}, "
+                f"then add changes as in {cls.example}"
             )
         fields = dict(re.split(r"\s*=\s*", change, maxsplit=1) for change in changes)
         return cls.names[base].replace(**fields)
