@@ -950,7 +950,8 @@ def test_what_cannot_be_watched_is_said_at_the_first_step(tmp_path):
     monitor.model(x)
     with pytest.raises(UserError, match="call step\\(\\) after backward"):
         monitor.step()
-    for how, words in ((dict(every=0), "every=0"), (dict(every=2.5), "every=2.5 must be a whole number"), (dict(length=4), "length=4"),
+    for how, words in ((dict(every=0), "every=0"), (dict(every=2.5), "every=2.5 must be a whole"),
+                       (dict(length=4), "length=4"),
                        (dict(path=tmp_path), "cannot write")):  # fmt: skip
         with pytest.raises(UserError, match=words):
             Monitor(plain, **how)
