@@ -94,6 +94,14 @@ def affordable(items: int) -> int:
     return max(1, sum(count <= SETS for count in counts))
 
 
+def asked(size: int | None, items: int) -> int:
+    """A size as asked for, or what is affordable; raises `UserError` below 1."""
+    size = affordable(items) if size is None else size
+    if size < 1:
+        raise UserError(f"size={size} must be at least 1 field")
+    return size
+
+
 def search(items: Sequence, whole: Sequence, enough: Callable, size: int) -> list[tuple]:
     """All minimal sets of up to `size` items, or else those within what `ddmin` leaves of `whole`,
     which are minimal, too, and need not be all; [] if there is none and `whole` is not enough."""
@@ -259,9 +267,7 @@ def guilty(
     policy = PrecisionPolicy.parse(policy or replays.capture.policy)
     whole = fields_of(policy)
     items = whole + (modes_of(policy) if modes else ())
-    size = affordable(len(items)) if size is None else size
-    if size < 1:
-        raise UserError(f"size={size} must be at least 1 field")
+    size = asked(size, len(items))
     draws = (0 if of == "dq" else DRAWS) if draws is None else draws
     redrawn = replays.redrawn(policy, draws)
     found = []

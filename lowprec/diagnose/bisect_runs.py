@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from lowprec import UserError
-from lowprec.diagnose.bisect import affordable, changed, fields_of, modes_of, possible, search
+from lowprec.diagnose.bisect import asked, changed, fields_of, modes_of, possible, search
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.records import runs
 from lowprec.training.config import TrainConfig
@@ -58,17 +58,14 @@ class Trainings:
         def calm(some):
             return possible(some) and self(changed(policy, some)) is None
 
-        size = affordable(len(items)) if size is None else size
-        if size < 1:
-            raise UserError(f"size={size} must be at least 1 field")
-        return search(items, whole, calm, size)
+        return search(items, whole, calm, asked(size, len(items)))
 
 
 def _require_same(run, config: TrainConfig) -> None:
     """Raise `UserError` for a run with other settings or tokens; device and name of data may
     differ. A field that an older run does not know has what was done before there was one."""
-    usual, now = (json.loads(json.dumps(dataclasses.asdict(c))) for c in (TrainConfig(), config))
-    then = usual | run.info["config"]
+    now = json.loads(json.dumps(dataclasses.asdict(config)))
+    then = config.usual() | run.info["config"]
     differ = [name for name in now if name not in ("data", "device") and then[name] != now[name]]
     if run.info["data_sha256"] != load_tokens(config.data, verify=False).sha256:
         differ.append("tokens")

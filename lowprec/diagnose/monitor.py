@@ -102,13 +102,7 @@ class Monitor:
         self.known, self.missed = defaultdict(weakref.WeakKeyDictionary), 0
         self.calls = 0  # of step, since one was watched: numbers may jump
         self.stepped = False
-        if (
-            self.path
-            and not step
-            and _rank() == 0
-            and self.path.exists()
-            and self.path.stat().st_size
-        ):
+        if self.path and not step and _rank() == 0 and _length(self.path):
             log.warning("%s has rows already; what is written goes behind them", self.path)
         self._await(step)
 

@@ -215,8 +215,9 @@ def mask_arguments(q, k, mask: Mask, bias) -> tuple:
     if abs(mask.offset) >= 2**30:
         raise UserError(f"the Triton kernels count queries in 32 bits; offset={mask.offset} is "
                         "beyond")  # fmt: skip
-    keys = q if mask.keys is None else mask.keys.to(q.device).clamp(0, k.shape[2])
-    keys = keys if mask.keys is None else keys.to(torch.int32).contiguous()
+    keys = q
+    if mask.keys is not None:
+        keys = mask.keys.to(q.device).clamp(0, k.shape[2]).int().contiguous()
     found = [q.shape[2], k.shape[2], mask.offset, keys]
     for x in (mask.dense, bias):
         if x is None:
