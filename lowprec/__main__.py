@@ -338,8 +338,9 @@ def _bisect_runs(argv: list[str]) -> int:
 def compare(argv: list[str]) -> int:
     """Say of two attention functions whether they differ by a bug or by rounding."""
     import inspect
-    from typing import Annotated
+    from typing import Annotated, Literal
 
+    import torch
     import tyro
 
     from lowprec.diagnose import compare as two
@@ -354,6 +355,7 @@ def compare(argv: list[str]) -> int:
         causal: bool = False,
         shape: tuple[int, int, int, int] = (1, 4, 256, 64),
         kv_heads: int | None = None,
+        dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
         seed: int = 0,
         device: str = "auto",
         table: Path | None = None,
@@ -375,6 +377,7 @@ def compare(argv: list[str]) -> int:
             causal: of random inputs, and of a file that does not say.
             shape: of random inputs, batch, heads, tokens, head_dim.
             kv_heads: of random inputs, heads of keys and values if fewer.
+            dtype: of random inputs.
             seed: of random inputs.
             device: cuda or cpu; by default a GPU if there is one.
             table: where to write a row for each input, function and quantity, .csv.
@@ -386,7 +389,7 @@ def compare(argv: list[str]) -> int:
         if on == "captures":
             inputs = contenders.captures()
         elif on == "random":
-            inputs = [contenders.drawn(shape, kv_heads, causal, seed)]
+            inputs = [contenders.drawn(shape, kv_heads, causal, seed, getattr(torch, dtype))]
         else:
             inputs = [contenders.read(on, causal)]
         place = pick_device(device)

@@ -338,6 +338,13 @@ def test_the_status_says_whether_both_are_within_the_rule(own, capsys):
     assert (own / "f.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_random_inputs_come_in_the_dtype_that_is_asked_for(dtype, capsys):
+    assert main(["compare", "sdpa", "FA2", *SMALL, "--dtype", dtype]) == 1
+    out = capsys.readouterr().out
+    assert f"inputs: random, {dtype}, causal" in out and "coarser than the inputs" in out
+
+
 def test_a_row_of_one_key_has_no_gradient_to_q_and_no_error_of_it(capsys):
     """The exact dQ and dK are 0 there, and so are those of both."""
     assert main(["compare", "sdpa", "FA2", "--shape", "1", "2", "1", "8", "--causal"]) == 0

@@ -72,6 +72,13 @@ def test_nothing_happens_to_nothing():
     assert find_explosion([]) is None and find_explosion(CALM) is None
 
 
+def test_a_huge_finite_loss_hides_no_later_explosion():
+    loss = with_rise(1.0, start=1200)
+    loss[100] = 1e30
+    assert find_explosion(loss) == find_explosion(with_rise(1.0, start=1200))
+    assert find_explosion([*CALM[:100], 1e30, *CALM[100:]]) is None
+
+
 def test_window_mean_is_trailing():
     values = np.random.default_rng(0).normal(size=200)
     mean = window_mean(values)

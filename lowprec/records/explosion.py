@@ -22,9 +22,10 @@ class Explosion:
 
 def window_mean(loss: np.ndarray, window: int = WINDOW) -> np.ndarray:
     """Mean of the last `window` losses at each step, fewer at the start.  (steps,) float64"""
-    total = np.concatenate([[0.0], np.cumsum(np.asarray(loss, dtype=float))])
-    start = np.maximum(np.arange(1, len(total)) - window, 0)
-    return (total[1:] - total[start]) / (np.arange(1, len(total)) - start)
+    padded = np.concatenate([np.zeros(window), np.asarray(loss, dtype=float)])
+    # Each sum by itself: in differences of running sums one huge loss hides all that follow.
+    sums = np.lib.stride_tricks.sliding_window_view(padded, window)[1:].sum(axis=1)
+    return sums / np.minimum(np.arange(1, len(sums) + 1), window)
 
 
 def excess(loss) -> np.ndarray:
