@@ -266,6 +266,17 @@ def test_what_the_kernels_lack_is_emulated_and_told_once(how, words, monkeypatch
         attention(q, k, v, **how, impl="triton")
 
 
+def test_a_bias_that_needs_a_gradient_is_no_lack_where_none_is_asked_for(monkeypatch, recwarn):
+    monkeypatch.setattr(operator, "resolve_impl", lambda impl, device: "triton")
+    monkeypatch.setattr(operator, "_told", set())
+    q, k, v, _ = family("normal", (1, 2, 8, 16))
+    bias = torch.randn(8, 8, requires_grad=True)
+    with torch.no_grad():
+        o = attention(q, k, v, scores=Scores(bias=bias))
+    assert not [told for told in recwarn if "emulated" in str(told.message)]
+    assert torch.equal(o, attention(q, k, v, scores=Scores(bias=bias.detach())))
+
+
 @pytest.mark.parametrize("mask", [Mask(causal=True, window=4), Mask(dense=dense(1, 1, 16, 16))])
 def test_the_operator_is_well_formed(mask):
     q, k, v, _ = family("normal", (1, 2, 16, 16))

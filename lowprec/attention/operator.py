@@ -65,7 +65,7 @@ def attention(
     policy, impl = plan(
         policy if isinstance(policy, str) else policy.text, tile, impl, q.device.type,
         probe is not None, mask.plain and scores.bias is None,
-        lacking(q, v, scores, dropout),
+        lacking(q, v, scores, dropout, torch.is_grad_enabled()),
     )  # fmt: skip
     causal, scale = mask.causal, scores.scale
     if impl == "sdpa":
@@ -94,12 +94,13 @@ def _dense(mask, scores, q, k):
     return torch.where(seen, scores.bias, -torch.inf).to(q.dtype)
 
 
-def lacking(q, v, scores, dropout) -> tuple[str, ...]:
-    """What a call asks of the Triton kernels and they do not have, or have by padding."""
+def lacking(q, v, scores, dropout, grad=True) -> tuple[str, ...]:
+    """What a call asks of the Triton kernels and they do not have, or have by padding. grad: as
+    `torch.is_grad_enabled`."""
     named = {
         "a soft cap": scores.softcap > 0, "sinks": scores.sinks is not None,
         "dropout": dropout > 0,
-        "the gradient of a bias": scores.bias is not None and scores.bias.requires_grad,
+        "the gradient of a bias": grad and scores.bias is not None and scores.bias.requires_grad,
         "a scale that is not positive": not scores.scale > 0,
     }  # fmt: skip
     sizes = q.shape[3], v.shape[3]
