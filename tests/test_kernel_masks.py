@@ -60,6 +60,20 @@ def test_scores_without_infinity_show_no_hidden_key(s, shift, device):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("number", [-1e9, -1e10, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("policy", ["FA2", "ALL_FP32"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bias_that_drowns_a_row_is_as_in_the_emulation(policy, number, device):
+    inputs = [t.to(device) for t in torch.randn(4, 1, 2, 40, 16)]
+    bias = torch.zeros(1, 1, 40, 40, device=device)
+    bias[:, :, 3] = number
+    how = dict(causal=False, scores=Scores(bias=bias))
+    a, b = (operator.trace(*inputs, policy, impl=impl, **how) for impl in ("emulate", "triton"))
+    for name in ("o", "dq", "dk", "dv"):
+        error = (getattr(a, name) - getattr(b, name)).norm() / getattr(a, name).norm()
+        assert error < (1e-5 if policy == "ALL_FP32" else 1e-2), (name, error)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_limit_may_be_a_large_number(device):
     q, k, v, do = (t.to(device) for t in torch.randn(4, 1, 2, 40, 16))

@@ -54,7 +54,7 @@ def p_and_dp(b_product, b_dp, b_lse, o_q, o_k, where, c: tl.constexpr):
     """P = exp(s - L) in FP32 and rnd_dp(dO V^T); all arguments broadcast to the block's shape."""
     n, scale, who, view = where
     b_stored, b_s = scores(b_product, o_q, o_k, where, c)
-    b_p = exp_difference(b_stored, b_s, b_lse, scale_of(where, c), c.s, c.exact)
+    b_p = exp_difference(b_stored, b_s, b_lse, scale_of(where, c), c.s, c.exact, c.bias)
     return b_p, round_site(b_dp, c.dp, who, o_q, o_k, c.native)
 
 

@@ -134,7 +134,9 @@ def weighted_sum(
     if c.shift == "pow2":
         b_p = by_powers(b_stored, b_s, b_finite[:, None], scale_of(where, c), c.exact)
     elif c.x == 0:
-        b_p = exp_difference(b_stored, b_s, b_finite[:, None], scale_of(where, c), c.s, c.exact)
+        b_p = exp_difference(
+            b_stored, b_s, b_finite[:, None], scale_of(where, c), c.s, c.exact, c.bias
+        )
     else:
         b_x = difference(b_stored, b_s, b_finite[:, None], scale, c.exact)
         b_p = exp(round_site(b_x, c.x, who, o_q[:, None], o_k[None, :], c.native))

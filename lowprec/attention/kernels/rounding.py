@@ -373,14 +373,16 @@ def difference(b_stored, b_s, b_shift, scale, EXACT: tl.constexpr):
 
 
 @triton.jit
-def exp_difference(b_stored, b_s, b_shift, scale, S: tl.constexpr, EXACT: tl.constexpr):
+def exp_difference(b_stored, b_s, b_shift, scale, S: tl.constexpr, EXACT: tl.constexpr,
+                   BIAS: tl.constexpr):  # fmt: skip
     """exp(s - shift). Where s is FP32, scale and base change in one fused multiply-add.
 
-    Rounded scores are subtracted exactly when they are close, so the row maximum gives exactly 1.
-    The fused form carries the rounding of shift * log2(e), a factor within 1 ± |shift| * 2^-24
-    that is common to a row. So it is for |shift| far below 2^24: from 1e9 on it may be NaN.
+    Rounded scores are subtracted exactly when they are close, so the row maximum gives exactly 1,
+    and so are scores with a bias, which may take 1e9 and more from all keys of a row. The fused
+    form carries the rounding of shift * log2(e), a factor within 1 ± |shift| * 2^-24 that is common
+    to a row. So it is for |shift| far below 2^24: from 1e9 on it may be NaN.
     """
-    if S == 0:
+    if S == 0 and not BIAS:
         return tl.exp2(tl.fma(b_stored, scale * LOG2E, -(b_shift * LOG2E)))
     else:
         return exp(difference(b_stored, b_s, b_shift, scale, EXACT))
