@@ -121,3 +121,10 @@ def test_the_tables_have_what_a_run_gives():
     for name, clock in (("readings", 200), ("fine", 50)):
         kept, now = tables[name].query(f"of == {runs.index[0]}"), wt.readings(calm, clock)
         assert np.allclose(kept[list(now)], now, rtol=1e-6)
+
+
+def test_the_tables_have_every_recorded_run():
+    found, runs = wt.load(), dated.recorded("warnings_tested")["runs"]
+    for table in (found, runs):
+        table["key"] = table.campaign + "/" + table.name
+    assert set(found.key) == set(runs.key), "run python -m lowprec.studies.warnings_tested anew"

@@ -1,9 +1,10 @@
 """Row sums of dS out of dQ with somebody else's attention kernel, and without a second pass.
 
-A row of dS sums to zero in exact arithmetic. What rounding leaves of it, r_i, enters dQ times what
-the keys have in common (`row_sum` in `lowprec.numerics.policy`). Outside a kernel neither dS nor
-r_i is to be had. But give every key one more channel that is 1, and every query one that is 0: the
-scores stay, bit by bit, and this channel of dQ is scale * r_i, of dS as that kernel rounds it.
+Without a soft cap or sinks a row of dS sums to zero in exact arithmetic. What rounding leaves of
+it, r_i, enters dQ times what the keys have in common (`row_sum` in `lowprec.numerics.policy`).
+Outside a kernel neither dS nor r_i is to be had. But give every key one more channel that is 1,
+and every query one that is 0: the scores stay, bit by bit, and this channel of dQ is scale * r_i,
+of dS as that kernel rounds it.
 
     from torch.nn.functional import scaled_dot_product_attention
     o = row_sums_out(scaled_dot_product_attention, q, k, v, is_causal=True)
@@ -25,7 +26,8 @@ def row_sums_out(kernel, q, k, v, scale=None, *, vector="mean key", width=None, 
     """Attention of a kernel whose dQ has lost its row sums of dS times a vector; differentiable.
 
     kernel: called as kernel(q, k, v, scale=scale, **how); any that is differentiable and sums over
-        the last dimension, with any mask. It may round as it likes.
+        the last dimension, with any mask. It may round as it likes, but has neither a soft cap nor
+        sinks: with these rows of dS do not sum to zero.
     q: (..., H, L, D); k, v: (..., heads of keys, S, D), which divides H. scale: of the scores, by
         default 1/sqrt(D) with the D of q. Returns what the kernel does, without the new channels.
     vector: "mean key", of the head and sequence; or "weighted key", (P K)_i of each row, which the

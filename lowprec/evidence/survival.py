@@ -111,8 +111,9 @@ def _open_by(runs: pd.DataFrame, by: float) -> pd.Series:
 
 
 def exploded_of(*arms: Arm) -> str:
-    """How many of the runs of these arms exploded, for prose: "4 of 12"."""
-    return f"{sum(arm.exploded for arm in arms)} of {sum(arm.n for arm in arms)}"
+    """How many of the runs of these arms exploded, of those of which it is known: "4 of 12"."""
+    known = [arm.outcomes() for arm in arms]
+    return f"{sum(int(some.sum()) for some in known)} of {sum(map(len, known))}"
 
 
 def load_arms(campaign, arms=()) -> dict[str, Arm]:

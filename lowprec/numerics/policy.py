@@ -28,7 +28,7 @@ is (an open change of flash-attention, pull request 2721).
 `delta_from` says which O delta = rowsum(dO * O) reads: "o", the stored one; "o_fp32", a shadow
 output that is never rounded (same p, unrounded accumulator over unrounded l); "o_split", o plus
 its BF16 residual; "o_redrawn", the shadow output rounded to o's format a second time,
-stochastically and with random bits of its own, an error as large as o's that the forward never
+stochastically and with random bits of its own, an error larger than o's that the forward never
 saw; "o_prime", P V of the backward's own weights, unrounded, in BF16; "dp", rowsum(P * dP)
 instead. `delta_bias` c adds c * |delta_o - delta_ref| to it, where
 delta_o reads the stored O and delta_ref the shadow output: a bias of the size that rounding

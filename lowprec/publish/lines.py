@@ -10,7 +10,7 @@ import pandas as pd
 
 from lowprec import UserError
 from lowprec.evidence.heads import end_of
-from lowprec.evidence.survival import Arm
+from lowprec.evidence.survival import Arm, exploded_of
 from lowprec.publish.figure import COLOURS, INK, SPARE, hue, save_figure, subplots, tint
 from lowprec.publish.labels import WIDE, flat, known, label_lines, range_of, set_axis, wrapped
 from lowprec.publish.marks import fate
@@ -86,7 +86,7 @@ def draw_courses(
                 at = values.loc[:onset].index[-1]
                 ax.plot(at, values[at], "o", ms=4.5, color=hues[name])
         arm = lines[name] if isinstance(lines[name], Arm) else None
-        outcome = f"\n{arm.exploded} of {arm.n} explode" if arm and arm.n else ""
+        outcome = f"\n{exploded_of(arm)} explode" if arm and arm.n else ""
         groups.append((wrapped(name) + outcome, hues[name], drawn))
         told.append(f"{flat(name)}: {fate(arm) + '; ' if arm else ''}{_ends(table)}")
     set_axis(ax, "y", label, log, limits, line)

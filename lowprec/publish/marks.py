@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from lowprec import UserError
-from lowprec.evidence.survival import Arm
+from lowprec.evidence.survival import Arm, exploded_of
 from lowprec.evidence.words import span
 from lowprec.publish.figure import INK, colour, hue, save_figure, tint
 from lowprec.publish.labels import (
@@ -63,11 +63,12 @@ def outcomes(arms, name: str, caption: str, *, split=(), alt: str | None = None)
             MaxNLocator(6 if len(panels) == 1 else 3, steps=[1, 2, 3, 5, 10])
         )
         there = {rows.index(label): arm for label, arm in some.items() if arm.n}
-        beside_rows(ax, {y: f"{arm.exploded} of {arm.n}" for y, arm in there.items()}, "explode")
+        beside_rows(ax, {y: exploded_of(arm) for y, arm in there.items()}, "explode")
         tidy += [arm.runs.assign(panel=title, arm=flat(rows[y])) for y, arm in there.items()]
     split_at(axes, split, "h")
     table = pd.concat(tidy).rename(columns={"duration": "step"})
-    late = ", or a rise too late to be confirmed" * any(arm.rising for _, arm in named)
+    late = ", or a rise too late to be confirmed, which counts neither way"
+    late *= any(arm.rising for _, arm in named)
     save_figure(
         fig,
         table[["panel"] * nested + ["arm", "seed", "step", "exploded"]],
@@ -105,7 +106,7 @@ def fate(arm) -> str:
     if not arm.n:
         return "none recorded"
     up = arm.runs.exploded
-    words = f"{arm.exploded} of {arm.n} explode"
+    words = f"{exploded_of(arm)} explode"
     if up.any():
         words += f", at step{'s' * int(up.sum() > 1)} {span(arm.runs.duration[up], '{:,}')}"
     if not up.all():
