@@ -93,14 +93,14 @@ def test_outcomes_count_and_tell_every_arm(shown):
     assert shown.alt == (
         "When runs explode, 4 rows. LOW: 2 of 2 explode, at steps 106 to 306; "
         "δ from an unrounded output: 0 of 2 explode by step 1,200; "
-        "FA2: 1 of 2 explode, at step 406, the others not by step 1,006; to come: none recorded."
+        "FA2: 1 of 1 explode, at step 406, of 1 more it is not known; to come: none recorded."
     )
     assert shown.caption.startswith("Two rows explode. Disc: onset of an explosion. Ring: ")
     assert "a rise too late to be confirmed" in shown.caption
     (ax,) = shown.fig.axes
     assert rows_of(ax) == ["LOW", "δ from an unrounded\noutput", "FA2", "to come"]
     words = {text.get_text(): text.get_position()[1] for text in ax.texts}
-    assert words["2 of 2"] == 0 and words["1 of 2"] == 2
+    assert words["2 of 2"] == 0 and words["1 of 1"] == 2
     assert words["3 planned, none recorded"] == 3
     assert [list(line.get_ydata()) for line in ax.lines[-1:]] == [[1.5, 1.5]]
     assert list(shown.table.columns) == ["arm", "seed", "step", "exploded"]

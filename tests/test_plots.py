@@ -168,6 +168,8 @@ def test_outcomes_tell_exploded_censored_and_missing_runs_apart():
         return survival.Arm("a", config, (0, 1), runs)
 
     runs = pd.DataFrame(dict(seed=[0, 1], duration=[2000, 7000], exploded=[True, False]))
+    ended = ((object(), "explosion"), (None, "completed"))
+    runs["run"] = [SimpleNamespace(explosion=e, info=dict(ended=how)) for e, how in ended]
     fig, ax = plots.subplots()
     mixed = arm("FA2", runs, {"1": "LOW"})
     plots.draw_outcomes(ax, {"base": arm("LOW", runs), "to come": arm("FA2", None), "mix": mixed})

@@ -105,13 +105,13 @@ def fate(arm) -> str:
     """What became of an arm's runs: "8 of 8 explode, at steps 1,742 to 5,020"."""
     if not arm.n:
         return "none recorded"
-    up = arm.runs.exploded
-    words = f"{exploded_of(arm)} explode"
+    up, known = arm.runs.exploded.astype(bool), arm.runs.seed.isin(arm.outcomes().index)
+    calm, words = arm.runs.duration[known & ~up], f"{exploded_of(arm)} explode"
     if up.any():
         words += f", at step{'s' * int(up.sum() > 1)} {span(arm.runs.duration[up], '{:,}')}"
-    if not up.all():
-        words += f"{', the others not' * int(up.any())} by step {arm.runs.duration[~up].min():,}"
-    return words
+    if len(calm):
+        words += f"{', the others not' * int(up.any())} by step {calm.min():,}"
+    return words + f", of {arm.rising} more it is not known" * bool(arm.rising)
 
 
 def dots(
