@@ -325,6 +325,15 @@ def test_a_training_that_ended_early_says_nothing(tmp_path, monkeypatch):
         trainings(tmp_path, "FA2").search()
 
 
+def test_a_training_that_ends_in_a_rise_says_nothing(tmp_path, monkeypatch):
+    rise = SimpleNamespace(onset=6, confirmed=False)
+    ended = SimpleNamespace(explosion=rise, info=dict(ended="completed"), path="here")
+    monkeypatch.setattr(bisect_runs, "train", lambda *_, **__: ended)
+    monkeypatch.setattr(bisect_runs, "_require_same", lambda *_: None)
+    with pytest.raises(UserError, match="here ends in a rise that may come back"):
+        trainings(tmp_path, "FA2").search()
+
+
 @pytest.mark.parametrize("size", [0, -3])
 def test_sets_of_no_field_are_not_tried(tmp_path, monkeypatch, size):
     monkeypatch.setattr(bisect_runs.Trainings, "__call__", lambda *_: 7)

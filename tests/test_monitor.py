@@ -214,6 +214,17 @@ def test_a_causal_mask_may_be_given_to_torch_in_any_form(mask):
         assert tables[0][name].to_numpy() == pytest.approx(tables[1][name].to_numpy(), rel=1e-3)
 
 
+def test_our_function_under_the_name_of_torchs_is_measured_once(hub, monkeypatch):
+    """By the policy that it is called with, as where transformers' registry has it."""
+    huggingface.register(policy="SAFE")
+    ids, wanted = tokens(), llama(hub, "lowprec")
+    wanted = watched(wanted, of_hub(wanted, ids))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lowprec.sdpa)
+    found = watched(model := llama(hub), of_hub(model, ids))
+    assert len(found) == 8 and list(found.layer) == list(wanted.layer)
+    pd.testing.assert_frame_equal(found, wanted, rtol=1e-3, atol=1e-6)
+
+
 def test_without_a_linear_map_the_gradient_is_dq():
     torch.manual_seed(0)
     layer, x = nn.MultiheadAttention(32, 2, batch_first=True), torch.randn(1, 24, 32)

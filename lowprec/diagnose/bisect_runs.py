@@ -13,6 +13,7 @@ from lowprec import UserError
 from lowprec.diagnose.bisect import asked, changed, fields_of, modes_of, possible, search
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.records import runs
+from lowprec.records.files import at_root
 from lowprec.training.config import TrainConfig
 from lowprec.training.data.shards import load_tokens
 from lowprec.training.loop import train
@@ -41,6 +42,9 @@ class Trainings:
                 why = run.info["ended"]
                 raise UserError(f"{run.path} ended early without an explosion ({why}): whether it "
                                 "would have exploded is not known")  # fmt: skip
+            if run.explosion and not run.explosion.confirmed:
+                raise UserError(f"{run.path} ends in a rise that may come back: whether it is an "
+                                "explosion is not known; take more steps")  # fmt: skip
             self.onsets[policy] = run.explosion and run.explosion.onset
         return self.onsets[policy]
 
@@ -67,7 +71,7 @@ def _require_same(run, config: TrainConfig) -> None:
     now = json.loads(json.dumps(dataclasses.asdict(config)))
     then = config.usual() | run.info["config"]
     differ = [name for name in now if name not in ("data", "device") and then[name] != now[name]]
-    if run.info["data_sha256"] != load_tokens(config.data, verify=False).sha256:
+    if run.info["data_sha256"] != load_tokens(at_root(config.data), verify=False).sha256:
         differ.append("tokens")
     if differ:
         raise UserError(f"{run.path} was trained with another {', '.join(differ)}; take another "

@@ -214,14 +214,24 @@ def _replace(where, name, door):
     setattr(where, name, door(getattr(where, name)))
 
 
+def _counts():
+    return {id(watch): watch.count for watch in INSIDE}
+
+
+def _unseen(before):
+    """The watches that have seen no call since `_counts` gave this."""
+    return [watch for watch in INSIDE if watch.count == before.get(id(watch))]
+
+
 def _torch(original):
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **how):
         if hasattr(attn_mask, "_dispatch"):  # a CausalBias: it calls the function by its name
             return attn_mask._dispatch(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        before = _counts()
         o = original(query, key, value, attn_mask, dropout_p, is_causal, **how)
         if torch.is_tensor(attn_mask) and attn_mask.dim() < 4:  # the last two: queries and keys
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        for watch in INSIDE:
+        for watch in _unseen(before):  # `lowprec.sdpa` under this name goes by `_operator`
             watch.saw(query, key, value, o, attn_mask, is_causal, how.get("scale"))
         return o
 
@@ -249,15 +259,14 @@ def _registry(original):
         function = original(interface, name, default)
 
         def attention(module, query, key, value, mask, *others, **how):
-            before = {id(watch): watch.count for watch in INSIDE}
+            before = _counts()
             out = function(module, query, key, value, mask, *others, **how)
             causal = how.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             causal = causal and name != "eager"  # there the mask says it all
             scale = how.get("scaling", others[1] if len(others) > 1 else None)
-            for watch in INSIDE:
-                if watch.count == before.get(id(watch)):
-                    watch.saw(query, key, value, out[0], mask, causal, scale, turned=True, **how)
+            for watch in _unseen(before):
+                watch.saw(query, key, value, out[0], mask, causal, scale, turned=True, **how)
             return out
 
         return attention
