@@ -1,8 +1,8 @@
 """Which number of a run warns of its explosion, how early, and how often for nothing.
 
-Six signals of every recorded run are read every `clock` steps, from step SETTLED on. An alarm is a
-reading above a level with none above it in the REST steps before. A level is chosen on some runs
-without an explosion and judged on others.
+Six signals of every recorded run with probes at most LAG steps apart are read every `clock` steps,
+from step SETTLED on. An alarm is a reading above a level with none above it in the REST steps
+before. A level is chosen on some runs without an explosion and judged on others.
 
 Read of a run are the steps before its onset. A run without a rise is healthy as far as it was
 watched, so its last `PATIENCE` steps are left out: a rise after them would not have been seen.
@@ -54,7 +54,7 @@ def measure() -> dict[str, pd.DataFrame]:
 
 def load(campaigns: Iterable[str] = ()) -> pd.DataFrame:
     """A row a recorded run: campaign, arm, name, seed, policy, positions, outcome, end, apart,
-    hardware, run.
+    hardware, run; without runs whose probes are more than LAG steps apart.
 
     campaigns: all that have runs, by default. outcome: of OUTCOMES; "not finite" if the loss does
     not rise before that. end: step of the onset, or number of steps. apart: steps between probes.
@@ -66,6 +66,8 @@ def load(campaigns: Iterable[str] = ()) -> pd.DataFrame:
     for name in names:
         for run in load_runs(name).run:
             config = run.info["config"]
+            if config["probe_every"] > LAG:
+                continue
             rows.append(dict(
                 campaign=name, arm=run.info["arm"], name=run.name, seed=run.seed,
                 policy=str(run.policy), positions=config.get("positions", "learned"),
