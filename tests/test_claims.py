@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import platform
 import re
 import subprocess
 import sys
@@ -566,6 +567,16 @@ def test_other_units_with_what_is_counted_stop_the_build(folder):
 
 def test_whole_numbers_are_alike_if_equal():
     assert [locks.alike(*some) for some in ((5020, 5024), (5020.0, 5024), (8, 8))] == [0, 1, 1]
+
+
+def test_processors_of_one_name_with_other_vectors_are_two():
+    older, newer = (
+        f"processor\t: 0\nmodel name\t: A Name\nflags\t\t: fma {flags}\n"
+        for flags in ("avx2", "avx2 avx512f avx512_bf16")
+    )
+    assert notebook.processor(older) == "A Name, avx2"
+    assert notebook.processor(newer) == "A Name, avx512_bf16"
+    assert notebook.processor("") == platform.machine()
 
 
 def test_on_another_machine_the_verdict_stands_and_the_value_may_differ(accepted):

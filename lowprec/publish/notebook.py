@@ -30,6 +30,8 @@ from lowprec.evidence.words import CLAIM_MIME, FACTS_MIME, FIGURE_MIME, PROFILES
 from lowprec.publish import facts, form
 from lowprec.records import reads
 
+VECTORS = "amx_bf16", "avx512_bf16", "avx512f", "avx2"
+"""Units of processors of one name, the widest first."""
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
 
 
@@ -430,15 +432,22 @@ def _collect(outputs: list, mime: str) -> list[dict]:
 
 
 def hardware(profile: str = "recorded") -> str:
-    """The machine in words: cores and processor, or the GPU that the gpu profile runs on."""
+    """The machine in words: cores and `processor`, or the GPU that the gpu profile runs on."""
     if profile == "gpu":
         import torch
 
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()}-core CPU ({names[0] if names else platform.machine()})"
+    return f"{os.cpu_count()}-core CPU ({processor(info.read_text() if info.is_file() else '')})"
+
+
+def processor(cpuinfo: str) -> str:
+    """What /proc/cpuinfo calls it and the widest of its VECTORS, by which libraries choose in which
+    order they sum."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    said = {key.strip(): value.split() for key, _, value in lines}
+    name = " ".join(said.get("model name", [platform.machine()]))
+    return ", ".join([name, *[unit for unit in VECTORS if unit in said.get("flags", ())][:1]])
 
 
 def _rerun(about: dict, parameters: dict, *more: str) -> str:
