@@ -53,6 +53,11 @@ def test_a_rise_of_the_loss_is_above_its_minimum():
     assert wt.readings(run(loss=loss)).loss.tolist() == pytest.approx([0, 0, 0.3, 0.3])
 
 
+def test_runs_with_probes_too_far_apart_are_not_read():
+    arms = set(wt.load(["rotary"]).arm)
+    assert "rate4" in arms and "rate4-fp32" not in arms, "one has 200 steps from probe to probe"
+
+
 @pytest.mark.parametrize("clock", [75, 150])
 def test_a_clock_that_probes_do_not_have_is_refused(clock):
     with pytest.raises(UserError, match="must be a multiple"):
