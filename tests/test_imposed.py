@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -20,9 +19,8 @@ def run(growth, onset=None, steps=400):
          for step in range(49, steps, 50) for layer in (0, 1) for head in (0, 1)],
         columns="step layer head sigma_q delta_abs".split(),
     )  # fmt: skip
-    lr = np.minimum(1, np.arange(1, steps + 1) / 100) * 0.5
     return SimpleNamespace(
-        probes=probes, metrics=pd.DataFrame(dict(lr=lr)), info=dict(config=dict(lr=0.5)),
+        probes=probes, metrics=range(steps), info=dict(config=dict(lr=0.5, warmup=100)),
         explosion=Explosion(onset, True) if onset else None,
     )  # fmt: skip
 

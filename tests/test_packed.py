@@ -169,7 +169,7 @@ def make(folder, names=("low-seed0", "low-seed1"), steps=40):
     (folder / "campaign.yaml").write_text(SMALL)
     for i, name in enumerate(names):
         draw = np.random.default_rng(i).normal
-        metrics = pd.DataFrame(dict(step=range(steps), loss=draw(size=steps), lr=1e-3))
+        metrics = pd.DataFrame(dict(step=range(steps), loss=draw(size=steps)))
         metrics["grad_norm"] = np.where(metrics.step == 7, np.nan, 1.0).astype("float32")
         probes = pd.DataFrame({name: draw(size=5).astype("float32") for name in runs.PROBES})
         (folder / name).mkdir()
@@ -291,7 +291,7 @@ def test_a_folder_with_other_tables_than_are_packed_stays(small):
     pack.pack(small)
     beside(small, "low-seed1")
     path = small / "low-seed1" / "metrics.parquet"
-    write_table(path, pd.read_parquet(path).assign(lr=2e-3))
+    write_table(path, pd.read_parquet(path).assign(loss=2.0))
     before = content(small)
     with pytest.raises(UserError, match="low-seed1/metrics.parquet is not what small/metrics.par"):
         pack.pack(small)
@@ -304,7 +304,7 @@ def unfinish(folder):
 
 def other_columns(folder):
     path = folder / "low-seed1" / "metrics.parquet"
-    write_table(path, pd.read_parquet(path).assign(more=1.0))
+    write_table(path, pd.read_parquet(path).assign(lr=1e-3))  # as an older run
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_tables_that_do_not_read_back_cost_nothing(small, monkeypatch):
 
     def wrong(path, run):
         table = read(path, run)
-        return table.assign(lr=0.0) if ".packed" in path.parts and "lr" in table else table
+        return table.assign(loss=0.0) if ".packed" in path.parts and "loss" in table else table
 
     monkeypatch.setattr(packed, "read", wrong)
     with pytest.raises(UserError, match="low-seed0 does not read back from .*nothing was removed"):

@@ -122,7 +122,7 @@ def test_a_campaign_counts_what_is_confirmed(tmp_path):
     losses = dict(exploded=with_rise(1.0), rising=with_rise(1.0, start=1700), calm=CALM[:1500])
     for arm, loss in losses.items():
         (tmp_path / f"{arm}-seed0").mkdir()
-        metrics = pd.DataFrame(dict(step=range(len(loss)), loss=loss, grad_norm=1.0, lr=1e-3))
+        metrics = pd.DataFrame(dict(step=range(len(loss)), loss=loss, grad_norm=1.0))
         write_table(tmp_path / f"{arm}-seed0" / "metrics.parquet", metrics)
         config = dict(policy="LOW", seed=0)
         info = dict(arm=arm, config=config, hardware="CPU", ended="completed", steps=len(loss))
@@ -135,6 +135,14 @@ def test_a_campaign_counts_what_is_confirmed(tmp_path):
     assert set(table.layers) == {""}
     own = load_runs("layers").set_index("arm").layers
     assert set(own["only1"]) == {"1: FA2"} and own.ne("").all()
+
+
+def test_an_older_run_has_its_learning_rates_as_well(folder):
+    run = load_run(folder)
+    older = run.metrics.assign(lr=np.float32(1e-3))
+    write_table(folder / "metrics.parquet", older)
+    again = load_run(folder)
+    assert again.metrics.equals(older) and again.summary() == run.summary()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from lowprec.records import packed
 from lowprec.records.explosion import PATIENCE, WINDOW, Explosion, find_explosion, window_mean
 from lowprec.records.files import at_root, data_root
 
-METRICS = ("step", "loss", "grad_norm", "lr")
+METRICS = ("step", "loss", "grad_norm")
+"""The learning rate, which older runs have as a column `lr`, follows from the config."""
 PROBES = (
     "step", "layer", "head", "sigma_q", "sigma_k",
     "delta_bias", "delta_abs", "tied_rows", "rows",

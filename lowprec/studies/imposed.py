@@ -12,6 +12,7 @@ import torch
 
 from lowprec.evidence.heads import end_of, norms
 from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.training.config import TrainConfig, learning_rate
 from lowprec.training.probes import query_error
 
 
@@ -22,11 +23,16 @@ def by_layer(config) -> pd.Series:
     return pd.Series(shares, name="share").rename_axis("layer")
 
 
+def rates(run) -> pd.Series:
+    """The learning rate of each step of a run up to its onset or its end, float32."""
+    config = TrainConfig(**run.info["config"])
+    return pd.Series([learning_rate(config, s) for s in range(end_of(run))], dtype="float32")
+
+
 def at_full_rate(run) -> pd.Series:
     """Steps that a run has had by each step, up to its onset or its end, in steps of the full
     learning rate: the warm-up counts for less. What a constant bias would add up to."""
-    rates = run.metrics.lr.iloc[: end_of(run)]
-    return (rates / run.info["config"]["lr"]).cumsum()
+    return (rates(run) / run.info["config"]["lr"]).cumsum()
 
 
 def course(run, healthy, layer: int) -> pd.Series:

@@ -202,6 +202,16 @@ class TrainConfig:
         return GPTConfig(**{name: getattr(self, name) for name in names})
 
 
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up, then constant or a cosine down to lr_end."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if config.lr_end is None:
+        return config.lr
+    done = min(1.0, (step - config.warmup) / max(config.lr_steps - config.warmup, 1))
+    return config.lr_end + 0.5 * (config.lr - config.lr_end) * (1 + math.cos(math.pi * done))
+
+
 RANGES = (
     ("steps batch_size micro_batch probe_every lr_steps tile capture_keep",
      lambda x: x >= 1, "at least 1"),

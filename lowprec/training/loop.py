@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import math
 import os
 import signal
 import sys
@@ -33,7 +32,7 @@ from lowprec import UserError
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.numerics.recipe import Recipe
 from lowprec.records import files, runs
-from lowprec.training.config import TrainConfig
+from lowprec.training.config import TrainConfig, learning_rate
 from lowprec.training.data import shards as data
 from lowprec.training.eight import RuledScaler, put_into, recipe_of
 from lowprec.training.galore import Galore
@@ -171,16 +170,6 @@ def stop_signal():
             signal.signal(number, handler)
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then constant or a cosine down to lr_end."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    if config.lr_end is None:
-        return config.lr
-    done = min(1.0, (step - config.warmup) / max(config.lr_steps - config.warmup, 1))
-    return config.lr_end + 0.5 * (config.lr - config.lr_end) * (1 + math.cos(math.pi * done))
-
-
 def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
     """Train from where the recorder stands; the model and why the run ended."""
     torch.manual_seed(config.seed)
@@ -220,9 +209,8 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
         total=config.steps, mininterval=1.0, dynamic_ncols=True, disable=group.rank > 0,
     )  # fmt: skip
     for step in progress:
-        lr = learning_rate(config, step)
         for parameters in optimizer.param_groups:
-            parameters["lr"] = lr
+            parameters["lr"] = learning_rate(config, step)
         batches = micro_batches(config, tokens, group, step)
         specimens.before_step(step, batches)
         if step in config.weights_at and not broken:  # as there is no such step
@@ -236,7 +224,7 @@ def _loop(config, tokens, group, recorder, stop) -> tuple[GPT, str]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        recorder.measured(loss, norm, lr, probe)
+        recorder.measured(loss, norm, probe)
         stopping = stop.is_set() and group.size == 1
         saving = config.checkpoint_every and recorder.step % config.checkpoint_every == 0
         due = recorder.step % config.probe_every == 0 or recorder.step == config.steps

@@ -89,10 +89,10 @@ class Recorder:
         except OSError:  # a file system without locks
             pass
 
-    def measured(self, loss, norm, lr, probe):
+    def measured(self, loss, norm, probe):
         """One step's numbers, still on the device."""
         sums = None if probe is None or probe.grad is None else probe.grad
-        self.pending.append((self.step, loss, norm, lr, sums))
+        self.pending.append((self.step, loss, norm, sums))
         if probe is not None:
             probe.grad = None
         self.step += 1
@@ -101,9 +101,9 @@ class Recorder:
         """Move what is pending to the host."""
         if not self.pending:
             return
-        steps, losses, norms, rates, sums = zip(*self.pending, strict=True)
+        steps, losses, norms, sums = zip(*self.pending, strict=True)
         values = torch.stack([torch.stack(losses), torch.stack(norms)]).double().cpu().numpy()
-        self.metrics += zip(steps, *values, rates, strict=True)
+        self.metrics += zip(steps, *values, strict=True)
         if sums[0] is not None:
             total = self.group.sum(torch.stack(sums))
             total[..., :2] /= self.group.size  # the gradients of each process are of its own mean
@@ -202,7 +202,7 @@ class Recorder:
             **self.speed(model),
         )
         metrics = pd.DataFrame(self.metrics, columns=runs.METRICS)
-        metrics = metrics.astype({"step": "int32", "grad_norm": "float32", "lr": "float32"})
+        metrics = metrics.astype({"step": "int32", "grad_norm": "float32"})
         write_table(self.part / "metrics.parquet", metrics)
         for name, columns, rows in (
             ("probes", runs.PROBES, self.probes), ("onset", runs.ONSET, self.onset)
@@ -305,7 +305,8 @@ class Recorder:
             self.info["earlier"] = earlier
         self.step, self.seconds = state["step"], state["seconds"]
         self.began = (self.step, time.time())
-        self.metrics = [(int(row[0]), *row[1:]) for row in state["metrics"].tolist()]
+        rows = state["metrics"].tolist()  # in an older checkpoint with the learning rate
+        self.metrics = [(int(step), loss, norm) for step, loss, norm, *_ in rows]
         self.probes, self.onset = ([p.numpy() for p in state[k]] for k in ("probes", "onset"))
         self.recent.extend(p.numpy() for p in state["recent"])
 
