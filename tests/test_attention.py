@@ -1,5 +1,7 @@
 """The one entry: every implementation, autograd, the probe, and torch.compile kept out."""
 
+import warnings
+
 import pytest
 import torch
 from conftest import family
@@ -8,9 +10,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
-from lowprec.attention import PROBE_COLUMNS, attention
+from lowprec.attention import PROBE_COLUMNS, attention, operator
 from lowprec.attention.drop_in import sdpa
-from lowprec.attention.operator import resolve_impl
+from lowprec.attention.operator import resolve_impl, that_runs
 from lowprec.attention.ops import flash_backward
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics import agreement
@@ -241,6 +243,23 @@ def test_the_drop_in_is_as_near_to_float64_as_pytorch(heads, how, device):
 
 def test_auto():
     assert resolve_impl("auto", "cpu") == "emulate" and resolve_impl("auto", "cuda") == "triton"
+
+
+@pytest.mark.parametrize(
+    "policy, head_dim, impl",
+    [
+        ("FA2", 64, "triton"),
+        ("FA2", 48, "triton"),
+        ("FA2", 512, "emulate"),
+        ("FA2+inputs=e4m3_saturate@block64,pow2", 48, "emulate"),
+    ],
+)
+def test_what_runs_is_known_beforehand(policy, head_dim, impl, monkeypatch):
+    """It is what run.json names."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(operator, "_told", {*operator._told})
+    with warnings.catch_warnings(action="ignore"):
+        assert that_runs(policy, None, "auto", "cuda", head_dim) == impl
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
 from lowprec.attention.inputs import check_row_sum, conditions
+from lowprec.attention.masks import Scores
 from lowprec.attention.ops import (
     HYBRIDS,
     IMPLS,
@@ -223,6 +224,14 @@ def tell(words: str) -> None:
 
 # torch.compiler.assume_constant_result, which would load the compiler with every page.
 plan._dynamo_marked_constant = tell._dynamo_marked_constant = True
+
+
+def that_runs(policy, tile, impl: str, device, head_dim: int) -> str:
+    """The implementation of causal calls with heads of this size and nothing beside them.
+    Raises `UserError` where there is none."""
+    head = torch.empty(1, 1, 1, head_dim, device="meta")
+    missing = lacking(head, head, Scores(scale=1.0), 0.0)
+    return plan(policy, tile, impl, torch.device(device).type, False, True, missing)[1]
 
 
 def resolve_impl(impl: str, device) -> str:

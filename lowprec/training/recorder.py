@@ -23,7 +23,7 @@ import torch
 
 from lowprec import UserError
 from lowprec.attention import PROBE_COLUMNS
-from lowprec.attention.operator import resolve_impl
+from lowprec.attention.operator import that_runs
 from lowprec.numerics.policy import PrecisionPolicy
 from lowprec.records import explosion, files, provenance, runs
 from lowprec.records.tables import load_archive, weights_sha256, write_table
@@ -58,10 +58,11 @@ class Recorder:
         group.wait()
         here = dict(device=torch.device(group.device).type, data=tokens.name)
         recorded = dataclasses.asdict(config) | here
+        call = config.policy, config.tile, config.impl, group.device
         self.info = dict(
             name=out.name, arm=arm or PrecisionPolicy.parse(config.policy).slug,
             config=json.loads(json.dumps(recorded)), processes=group.size,
-            impl=resolve_impl(config.impl, group.device), data_sha256=tokens.sha256,
+            impl=that_runs(*call, config.n_embd // config.n_head), data_sha256=tokens.sha256,
             **provenance.provenance(group.device),
         )  # fmt: skip
         if campaign:  # says whether the predictions are those of the commit
