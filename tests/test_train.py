@@ -109,6 +109,15 @@ def test_head_weights_are_the_rows_that_make_the_head():
     assert torch.equal(model.head_weights("k")[0, 1], w[8 + 4 : 8 + 8])
 
 
+def test_what_ran_is_asked_of_every_part_of_the_model(tmp_path, monkeypatch):
+    """The policy of the run is no head's where `layers` name all of them."""
+    run = train(small(policy="LOW", layers={"*": "FA2"}, impl="sdpa"), tmp_path / "a")
+    assert run.info["ended"] == "completed" and run.info["impl"] == "sdpa"
+    monkeypatch.setattr(recorder, "that_runs", lambda policy, *call: f"of {policy}")
+    parts = small(policy="LOW", layers={"0/1": "FA2"})
+    assert recorder._impl(parts, "cuda") == "of FA2, of LOW"
+
+
 def test_spectral_norms():
     w = torch.randn(2, 3, 5, 9)
     wanted = torch.linalg.matrix_norm(w.double(), ord=2)

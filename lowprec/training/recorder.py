@@ -39,6 +39,14 @@ PEAK_TFLOPS = {"H100": 989.4, "H200": 989.4, "A100": 312.0}
 """Dense BF16 rate in TFLOP/s that the maker states, by a part of the GPU's name."""
 
 
+def _impl(config, device) -> str:
+    """What runs attention; a name for each part of the model where parts differ."""
+    model = config.model()
+    policies = {policy for layer in range(model.n_layer) for policy, _ in model.groups(layer)}
+    ran = {that_runs(p, config.tile, config.impl, device, model.head_dim) for p in policies}
+    return ", ".join(sorted(ran))
+
+
 class Recorder:
     """Gathers what is measured, and writes the run folder. On ranks above 0 it only gathers."""
 
@@ -58,11 +66,10 @@ class Recorder:
         group.wait()
         here = dict(device=torch.device(group.device).type, data=tokens.name)
         recorded = dataclasses.asdict(config) | here
-        call = config.policy, config.tile, config.impl, group.device
         self.info = dict(
             name=out.name, arm=arm or PrecisionPolicy.parse(config.policy).slug,
             config=json.loads(json.dumps(recorded)), processes=group.size,
-            impl=that_runs(*call, config.n_embd // config.n_head), data_sha256=tokens.sha256,
+            impl=_impl(config, group.device), data_sha256=tokens.sha256,
             **provenance.provenance(group.device),
         )  # fmt: skip
         if campaign:  # says whether the predictions are those of the commit
