@@ -50,6 +50,7 @@ OTHERWISE = {
         explosion-calibration-lowest explosion-fa2-safe explosion-low-early explosion-low-every-seed
         explosion-sigma-doubles gradient-head heads-sum-alone larger-layer larger-specimen-sign
         layer-head-alone layer-head-others layer-second-of-twelve loud-own-decay peers-gradient
+        positions-large-fp32 positions-large-llama
         rivals-alike-head
         rivals-crossed-size rivals-fp16-scores rivals-held-share rivals-outside-low
         rivals-posit-bias rivals-posit-ties rivals-train-folk rivals-train-fp16 rivals-train-warmup
