@@ -46,8 +46,8 @@ def test_the_threshold_by_hand():
 
 
 def test_an_average_comes_to_rest_by_its_significand():
-    assert forgetting.rest(1.875, "e4m3", 0.95) == 1.125
-    assert forgetting.rest(1.0, "e4m3", 0.95) == 0.5625
+    assert forgetting.rest(1.875, "e4m3", 0.95) == 1.25
+    assert forgetting.rest(1.0, "e4m3", 0.95) == 0.625
     assert forgetting.rest(1.75, "e5m2", 0.95) == 1.75
     assert forgetting.rest(448.0, "e4m3", 0.9) == 4 * Format.parse("e4m3").min_subnormal
 

@@ -65,9 +65,12 @@ def left(fmt, beta: float) -> torch.Tensor:
 
 
 def rest(start: float, fmt, beta: float) -> float:
-    """Where an average that starts at a number of `fmt` ends when all gradients are zero."""
-    x = torch.tensor(start, dtype=torch.float64)
-    while (lower := round_to(_held(beta) * x, fmt)) < x:
+    """Where an average that starts at a number of `fmt` ends when all gradients are zero.
+
+    Products are FP32, as in the optimisers of PyTorch and of `lowprec.numerics.recipe`.
+    """
+    x = torch.tensor(start, dtype=torch.float32)
+    while (lower := round_to(beta * x, fmt)) < x:
         x = lower
     return x.item()
 
