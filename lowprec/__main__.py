@@ -400,6 +400,9 @@ def compare(argv: list[str]) -> int:
         masked = sorted({"causal" if x.causal else "not causal" for x in inputs})
         of = sorted({str(x.q.dtype).removeprefix("torch.") for x in inputs})
         print(f"inputs: {on}, {' or '.join(of)}, {' or '.join(masked)}, on {place}")
+        if on == "random":
+            print(f"not tried: {'no mask' if causal else '--causal'}, another scale"
+                  + (", fewer heads of keys (--kv-heads)" if kv_heads is None else ""))  # fmt: skip
         print("", two.shown(found), "", two.verdict(found, names), sep="\n")
         if table:
             content = found.to_csv(index=False).encode()

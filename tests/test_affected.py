@@ -907,6 +907,16 @@ def test_a_checkpoint_of_nanogpt_is_read(tmp_path, bias, prefix):
         loading.load(path, 0)
 
 
+def test_a_checkpoint_of_nanogpt_with_a_head_of_its_own_keeps_both(tmp_path):
+    pytest.importorskip("transformers")
+    nano, path = Nano(True), tmp_path / "ckpt.pt"
+    nano.lm_head.weight = torch.nn.Parameter(torch.randn_like(nano.lm_head.weight))
+    torch.save(dict(model=nano.state_dict(), model_args=nano.args), path)
+    model, _ = loading.load(path, 0)
+    assert torch.equal(model.lm_head.weight, nano.lm_head.weight)
+    assert torch.equal(model.transformer.wte.weight, nano.transformer.wte.weight)
+
+
 def test_a_configuration_beside_weights_is_no_model_of_random_ones(tmp_path):
     hub = pytest.importorskip("transformers")
     config = hub.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=64, vocab_size=96)

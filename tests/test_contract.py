@@ -181,10 +181,8 @@ def test_derivatives_that_there_are_not():
         dq.sum().backward()
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda x: sdpa(x, k, v).sum())(q.detach())
-    o = sdpa(q, k, v)
-    o.mul_(2)
     with pytest.raises(RuntimeError, match="inplace"):
-        o.sum().backward()
+        sdpa(q, k, v).mul_(2).sum().backward()
 
 
 # Without a gradient
@@ -317,3 +315,40 @@ def test_the_page_has_each_case_and_what_runs_on_a_gpu(case, monkeypatch):
     )
     assert [name for name, _ in rows] == list(CASES)
     assert dict(rows)[case] == ran_on_a_gpu(case, monkeypatch)
+
+
+def test_under_vmap_the_backward_is_that_of_the_policy():
+    q, k, v, do = torch.randn(4, 2, B, L, D, dtype=torch.bfloat16).unsqueeze(3)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+
+    def gradients(function):
+        return torch.autograd.grad(function(*leaves), leaves, do)
+
+    def one(*qkv):
+        return sdpa(*qkv, is_causal=True, policy="FA2+delta_from=dp")
+
+    for mine, theirs in zip(gradients(torch.vmap(one)), gradients(one_by_one(one)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def one_by_one(function):
+    return lambda *all: torch.stack([function(*some) for some in zip(*all, strict=True)])
+
+
+def test_a_scale_that_asks_for_a_gradient_is_refused():
+    q = torch.randn(B, H, L, D, requires_grad=True)
+    with pytest.raises(UserError, match="scale is a number"):
+        sdpa(q, q, q, scale=torch.nn.Parameter(torch.tensor(0.3)))
+
+
+def test_an_output_lies_as_pytorchs_does():
+    q = torch.randn(B, L, H, D, requires_grad=True).transpose(1, 2)
+    assert (
+        sdpa(q, q, q, policy="ALL_FP32").stride()
+        == F.scaled_dot_product_attention(q, q, q).stride()
+    )
+
+
+def test_gradcheck_passes_with_gradients_that_are_not_there():
+    q = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: sdpa(t, t, t, policy="ALL_FP32"), (q,))

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import re
+import sys
 
 import pandas as pd
 import pytest
@@ -681,6 +682,34 @@ def test_a_monitor_that_is_never_stepped_says_so(hub, caplog, tmp_path):
             Monitor(model, path=path, step=step)
         assert ("has rows already" in caplog.text) is not bool(step)
         caplog.clear()
+
+
+def test_a_model_may_give_the_mask_by_its_name(hub, monkeypatch):
+    model, ids = llama(hub), tokens(1, 32)
+    path = type(model.model.layers[0].self_attn).__module__
+    module = sys.modules[path]
+    plain = module.ALL_ATTENTION_FUNCTIONS
+
+    class ByName:
+        def get_interface(self, *given):
+            door = plain.get_interface(*given)
+            return lambda m, q, k, v, mask, **how: door(m, q, k, v, attention_mask=mask, **how)
+
+    monkeypatch.setattr(module, "ALL_ATTENTION_FUNCTIONS", ByName())
+    with Monitor(model, every=1) as monitor:
+        of_hub(model, ids)().backward()
+        assert set(monitor.step().layer) == {0, 1}
+
+
+def test_a_file_stays_where_it_was_named(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, ids = llama(hub), tokens(1, 32)
+    with Monitor(model, every=1, path="m.jsonl") as monitor:
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        of_hub(model, ids)().backward()
+        monitor.step()
+    assert (tmp_path / "m.jsonl").is_file() and not (tmp_path / "other" / "m.jsonl").exists()
 
 
 def test_a_model_that_only_looks_is_told_so(hub, caplog):

@@ -185,7 +185,7 @@ def _stock(query, key, value, mask, scores, dropout_p) -> dict | None:
     """Arguments of PyTorch's function, if it may stand in: a forward pass alone, plain scores."""
     bias = None if scores is None else scores.lowered(query, key).bias
     given = [t for t in (query, key, value, bias) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    if torch.is_grad_enabled() and any(_asks_gradient(t) for t in given):
         return None
     more = scores is not None and (scores.scale is not None or scores.sinks is not None)
     if dropout_p or more or scores is not None and scores.softcap:
@@ -201,6 +201,13 @@ def _stock(query, key, value, mask, scores, dropout_p) -> dict | None:
     if mask.keys is None and not mask.causal:
         return dict(attn_mask=mask.dense)
     return dict(attn_mask=mask.seen(query.shape[2], key.shape[2], query.device))
+
+
+def _asks_gradient(t) -> bool:
+    """Under `torch.vmap` a tensor does not say so, but the one that it is a part of does."""
+    while torch._C._functorch.is_batchedtensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t.requires_grad
 
 
 def _autocast(query, *others):

@@ -60,6 +60,8 @@ def check_inputs(
         raise UserError(
             f"causal attention needs as many queries as keys; got {q.shape[2]} and {k.shape[2]}"
         )
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise UserError("scale is a number and gets no gradient: multiply q by one that is trained")
     return 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
 
 

@@ -89,7 +89,8 @@ def attention_op(
     scores = Scores(scale, softcap, bias, sinks)
     t = eager(q, k, v, None, p, mask, scores, dropout, tile or None, impl, seed)
     # the backward of these two recomputes the forward, so nothing but o is kept
-    return t.o.to(q.dtype).contiguous(), none, none.clone(), none.clone(), none.clone()
+    o = t.o.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # as PyTorch's lies
+    return o, none, none.clone(), none.clone(), none.clone()
 
 
 @attention_op.register_fake
@@ -97,9 +98,9 @@ def _(q, k, v, probe, policy, causal, scale, tile, impl, seed, *_):
     p = PrecisionPolicy.parse(policy)
     b, h, t, _ = q.shape
     d = v.shape[3]
-    if impl not in KERNELS:
-        return q.new_empty(b, h, t, d), *(q.new_empty(0) for _ in range(4))
     o = q.new_empty(b, t, h, d).transpose(1, 2)
+    if impl not in KERNELS:
+        return o, *(q.new_empty(0) for _ in range(4))
     wanted = (_wants_stored(p, q.dtype, impl), _wants_shadow(p, probe))
     stored, shadow = (
         torch.empty_like(o, dtype=torch.float32) if want else q.new_empty(0) for want in wanted
@@ -210,6 +211,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, do, *_):
+    if do is None:
+        return (None,) * 19
     q, k, v, o, o_fp32, lse, ties, *parts = ctx.saved_tensors
     dq, dk, dv, dprobe, dbias, dsinks = _attention_backward(
         do.to(q.dtype), q, k, v, o, o_fp32, lse, ties, ctx.want_probe, ctx.want_bias, *ctx.known,

@@ -285,7 +285,10 @@ def _hub_loss(model, tokens, policy, attend):
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    def attention(module, q, k, v, mask, dropout=0.0, scaling=None, is_causal=None, **others):
+    def attention(
+        module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None,
+        **others,
+    ):  # fmt: skip
         given = [name for name, x in others.items() if x is not None and x is not False]
         for name in given:
             if name in UNLIKE:
@@ -296,9 +299,10 @@ def _hub_loss(model, tokens, policy, attend):
             if name in ASKED:
                 raise UserError(f"attention 'lowprec-probe' does not support {name}; leave it out")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if plain_length(mask, causal, q, k) != q.shape[2]:
-            raise UserError(_why_not(model, module, others.get("sliding_window"), q.shape[2]))
-        o = attend(q, k, v, policy or FA2, scaling)
+        length = query.shape[2]
+        if plain_length(attention_mask, causal, query, key) != length:
+            raise UserError(_why_not(model, module, others.get("sliding_window"), length))
+        o = attend(query, key, value, policy or FA2, scaling)
         return o.transpose(1, 2).contiguous(), None
 
     before = _implementations(model.config)

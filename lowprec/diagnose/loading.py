@@ -122,9 +122,14 @@ def _nanogpt(hub, state: dict):
     and MLP the other way round, and with biases of zero where it has none."""
     c = state["model_args"]
     sizes = {name: c[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    config = hub.GPT2Config(**sizes, n_positions=c["block_size"], activation_function="gelu")
+    given = _unwrapped(state["model"])
+    ends = [given.get(name) for name in ("lm_head.weight", "transformer.wte.weight")]
+    config = hub.GPT2Config(
+        **sizes, n_positions=c["block_size"], activation_function="gelu",
+        tie_word_embeddings=None in map(type, ends) or torch.equal(*ends),
+    )  # fmt: skip
     model, weights = hub.GPT2LMHeadModel(config), {}
-    for name, weight in _unwrapped(state["model"]).items():
+    for name, weight in given.items():
         if not re.search(MASKS, name):
             turned = re.search(r"\.h\.\d+\.(attn|mlp)\.c_\w+\.weight$", name)
             weights[name] = weight.T if turned else weight

@@ -93,7 +93,7 @@ class Monitor:
             raise UserError(f"length={length} must be at least {measures.BLOCKS}")
         self.model, self.every, self.policy = model, every, policy
         self.sequences, self.length = sequences, length
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).absolute()
         if self.path and _rank() == 0:
             make_folder(self.path.parent)
             runs.require_writable(self.path)

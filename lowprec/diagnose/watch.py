@@ -258,15 +258,16 @@ def _registry(original):
     def get_interface(interface, name, default):
         function = original(interface, name, default)
 
-        def attention(module, query, key, value, mask, *others, **how):
+        def attention(module, query, key, value, attention_mask, *others, **how):  # also by name
             before = _counts()
-            out = function(module, query, key, value, mask, *others, **how)
+            out = function(module, query, key, value, attention_mask, *others, **how)
             causal = how.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             causal = causal and name != "eager"  # there the mask says it all
             scale = how.get("scaling", others[1] if len(others) > 1 else None)
             for watch in _unseen(before):
-                watch.saw(query, key, value, out[0], mask, causal, scale, turned=True, **how)
+                given = query, key, value, out[0], attention_mask, causal, scale
+                watch.saw(*given, turned=True, **how)
             return out
 
         return attention
