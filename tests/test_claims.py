@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from lowprec import UserError, claims
 from lowprec.__main__ import main
-from lowprec.evidence import locks, registration
+from lowprec.evidence import locks, registration, registry
 from lowprec.evidence.words import CLAIM_MIME
 from lowprec.publish import notebook, pages, statements
 from lowprec.publish.notebook import as_page
@@ -982,3 +982,49 @@ def test_of_as_many_units_with_as_without_those_with_are_listed():
     by = dict(a=True, b=True, c=False, d=False)
     hypothesis = dict(sentence="Half explode.", rule="count of runs that explode == 2", needs=4)
     assert claims.judge(hypothesis, by).listed() == "Yes: a, b"
+
+
+def test_a_list_of_just_so_many_units_is_kept(folder):
+    result = judged(folder, EXPLODES, dict.fromkeys(range(claims.LISTED), True))
+    assert len(result.by) == claims.LISTED
+
+
+def test_of_numbers_by_unit_the_one_that_is_judged_is_enough(folder):
+    notebooks = folder({**ENTRY, "rule": "max over runs of error < 1", "needs": 2})
+    execute(notebooks.parent, *claims.check(bias={0: 0.5, 1: 0.24}, folder=notebooks))
+    claims.accept("a_bias", notebooks.parent)
+    (result,) = claims.check(bias={0: 0.5, 1: 0.25}, folder=notebooks)
+    assert claims.compare("a_bias", [result.as_dict()], {}, notebooks) == []
+
+
+def test_a_claim_that_is_not_run_was_not_judged(history, folder):
+    root, (*_, second) = history
+    folder({**ENTRY, "rule": "mean error in ulp < 2", "registered": second[:8]})
+    execute(root, claims.check("bias", None, 0, folder=root / "notebooks"))
+    claims.accept("a_bias", root)
+    assert "first_run" not in claims.lock("a_bias", root / "notebooks")["claims"]["bias"]
+
+
+def test_a_page_locks_no_claim_of_another(folder):
+    notebooks = folder(ENTRY, b=[{**ENTRY, "id": "other"}])
+    results = [claims.check(id, -0.25, 8, folder=notebooks) for id in ("bias", "other")]
+    execute(notebooks.parent, *results)
+    claims.accept("a_bias", notebooks.parent)
+    assert list(claims.lock("a_bias", notebooks)["claims"]) == ["bias"]
+
+
+def test_a_share_of_more_units_than_are_needed_is_judged(folder):
+    every = {**EXPLODES, "rule": "share of seeds that explode == 1"}
+    assert judged(folder, every, dict.fromkeys(range(6), True)).verdict == "supported"
+
+
+def test_a_main_page_comes_before_the_laboratory():
+    assert registry.pages_named("la", ["landscape", "laboratory/bias"]) == ["landscape"]
+
+
+def test_what_goes_with_one_id_is_refused_with_several(folder):
+    notebooks = folder(ENTRY)
+    (noted,) = claims.check(bias=claims.Measured(-0.25, 8), note="Seen.", folder=notebooks)
+    assert noted.note == "Seen."
+    with pytest.raises(UserError, match="go with one id"):
+        claims.check(bias=-0.25, complete=True, folder=notebooks)

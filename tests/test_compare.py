@@ -447,3 +447,7 @@ def test_a_sign_of_delta_is_over_root_mean_squares(inputs):
         x.square().mean().sqrt().item() for x in (exact.weighted.norm(dim=-1), exact.right["δ"])
     )
     assert signed == pytest.approx(0.01 * size / right, rel=1e-6)
+
+
+def test_a_policy_with_a_space_is_no_module():
+    assert callable(contenders.function("LOW +o=bf16:stochastic"))

@@ -99,3 +99,9 @@ def test_spans_of_steps_begin_at_the_first():
     )
     pairs = step_cosines(table, 0, 0, span=2)
     assert list(pairs.index) == [5, 7] and np.allclose(pairs, np.eye(2))
+
+
+def test_steps_of_another_layer_have_no_part():
+    table = pd.DataFrame(dict(step=[5, 5, 6, 6], layer=[0, 1] * 2, head=0, error_norm=1.0,
+                              sketch_00=[1.0, 9, 0, 9], sketch_01=[0.0, 0, 1, 0]))  # fmt: skip
+    assert np.allclose(step_cosines(table, 0, 0), np.eye(2))

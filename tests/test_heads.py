@@ -132,3 +132,14 @@ def test_a_sequence_is_picked_for_the_head_with_the_largest_error_of_the_step_an
 
 def test_norms_end_before_the_onset():
     assert norms(made_up(onset=349)).index[-1] == 299
+
+
+def test_growth_before_step_600_is_no_take_off():
+    run = made_up()
+    run.probes["sigma_q"] = run.probes.sigma_q.where(run.probes.step >= 300, 0.4)
+    assert fastest(run) == 1 and take_offs(run).empty
+
+
+def test_correlations_are_of_ranks():
+    one, other = pd.Series([1, 2, 3]), pd.Series([1, 2, 300])
+    assert rank_correlations({("a", 0): one, ("b", 0): other}).correlation[0] == pytest.approx(1)

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import sys
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -20,6 +21,7 @@ from lowprec import Monitor, UserError
 from lowprec.attention import huggingface
 from lowprec.attention.masks import Mask
 from lowprec.diagnose import measures
+from lowprec.diagnose import monitor as watching
 from lowprec.diagnose.calls import HIDDEN, emulated, plain_length
 from lowprec.diagnose.monitor import COLUMNS
 from lowprec.records import files
@@ -1028,3 +1030,32 @@ def test_steps_are_counted_where_no_number_is_one_s_turn(hub):
         of_hub(model, ids)().backward()
         found.append(monitor.step(1 + 3 * i) is not None)
     assert found == [False] * 3 + [True, False, False, True, False]
+
+
+def test_of_two_ranks_the_logit_is_the_largest_and_norms_are_root_mean_squares(monkeypatch):
+    one = dict(layer=0, head=0, of="W_Q") | dict.fromkeys(watching.MEANS + watching.SQUARES, 1.0)
+    rows = [one | dict(logit=x, gradient=x, common=x) for x in (1.0, 7.0)]
+
+    def gather(parts, mine):
+        parts[:] = [mine, rows[1:]]
+
+    yes = dict.fromkeys(("is_available", "is_initialized"), lambda: True)
+    there = SimpleNamespace(get_world_size=lambda: 2, all_gather_object=gather, **yes)
+    monkeypatch.setattr(watching, "dist", there)
+    (both,) = watching._reduced(rows[:1])
+    assert (both["logit"], both["common"], both["gradient"]) == (7, 4, pytest.approx(5))
+
+
+def test_a_warning_names_the_head_of_the_largest_error(caplog):
+    watch = object.__new__(Monitor)
+    watch.ringing, watch.path, watch.writer = set(), None, None
+    table = pd.DataFrame(dict(layer=0, head=[0, 1], error=[1.0, 2.0], alarm=True, logit=1.0))
+    table = table.assign(share=0.5, share_all=0.5, key_share=1.0, common=20.0, gradient=1.0)
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        watch._tell(3, table)
+    assert "in layer 0, head 1 the error" in caplog.text
+
+
+def test_nothing_of_nothing_is_nothing():
+    found = watching._quotient(pd.Series([0.0, 1.0]), pd.Series([0.0, 2.0]))
+    assert found.tolist() == [0, 0.5]

@@ -508,3 +508,11 @@ def test_the_command_says_what_it_did(small, capsys):
     assert "2 runs are packed" in capsys.readouterr().out
     assert main(["pack", str(small / "nothing")]) == 2
     assert re.fullmatch(r"lowprec: there is no campaign file .*\n", capsys.readouterr().err)
+
+
+def test_tables_of_an_interrupted_packing_are_read_past(small, tmp_path):
+    before = shutil.copytree(small, tmp_path / "before")
+    pack.pack(small)
+    for name in ("metrics.parquet", "probes.parquet"):  # runs.jsonl is written last
+        shutil.copy(small / name, before / name)
+    assert list(runs.load_runs(before).name) == ["low-seed0", "low-seed1"]

@@ -160,3 +160,12 @@ def test_the_gradient_has_no_rounding_of_what_was_turned():
     x.requires_grad_()
     rotate(x, table, how="FP32+before=bf16+qk=bf16").backward(g)
     assert torch.allclose(x.grad, rotate(g, table, back=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("site", ["before", "qk"])
+def test_q_and_k_are_rounded_before_and_after_they_turn(site):
+    q, table = drawn(1, 1, 8, D), rotation(8, D)
+    first, last = ["bf16" if site == name else "fp32" for name in ("before", "qk")]
+    wanted = round_to(rotate(round_to(q, first), table), last)
+    assert torch.equal(rotate(q, table, how=f"FP32+{site}=bf16"), wanted)
+    assert not torch.equal(wanted, rotate(q, table))

@@ -99,3 +99,7 @@ def test_a_single_fraction_is_asked_for_in_full():
     assert rules.parse("error in ulp < -0.7890625").words == "below −0.7891"
     assert rules.parse("error in ulp < -0.7890625").symbols == "<\N{NO-BREAK SPACE}−0.7891"
     assert rules.parse("count of sums that round == 3").symbols == "=\N{NO-BREAK SPACE}3"
+
+
+def test_the_median_of_an_even_number_of_units_lies_between_two():
+    assert rules.parse("median over seeds of error < 3").reduce({0: 1.0, 1: 4.0}) == 2.5

@@ -11,6 +11,7 @@ import subprocess
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
 
 from lowprec import UserError
@@ -418,3 +419,32 @@ def test_of_a_run_that_goes_on_no_step_beyond_its_record_is_read(folder):
 def test_the_final_loss_is_the_mean_of_the_last_500(folder):
     run = load_run(folder)
     assert run.final_loss == pytest.approx(run.metrics.loss.to_numpy()[-500:].mean(), rel=1e-6)
+
+
+def test_metrics_with_a_step_too_many_are_named(folder):
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(info | dict(steps=info["steps"] - 1)))
+    with pytest.raises(UserError, match="steps of low-seed1 where its run.json says"):
+        load_run(folder)
+
+
+def test_a_run_of_just_one_probe_must_have_it(folder):
+    info = json.loads((folder / "run.json").read_text())
+    info["config"]["probe_every"] = info["steps"]
+    (folder / "run.json").write_text(json.dumps(info))
+    write_table(folder / "probes.parquet", load_run(folder).probes.iloc[:0])
+    with pytest.raises(UserError, match="has no rows"):
+        load_run(folder)
+
+
+def test_a_summary_has_the_gradient_norm_of_the_end(folder):
+    metrics = load_run(folder).metrics
+    metrics.loc[metrics.index[-50:], "grad_norm"] = 1234.0
+    write_table(folder / "metrics.parquet", metrics)
+    assert "norm 1.23e+03, median of the last 50" in load_run(folder).summary()
+
+
+def test_each_gpu_is_named(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    assert provenance.provenance("cuda:1")["hardware"] == "GPU cuda:1"

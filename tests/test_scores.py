@@ -77,3 +77,8 @@ def test_total_variation_is_one_for_disjoint_rows():
 def test_spread_is_the_root_mean_square_over_rows():
     q, k = (torch.tensor(x, dtype=torch.float64)[None, :, None] for x in ([9, 1, 0], [0, 2, 4]))
     assert scores.parts(q, k, 1.0)["spread"] == pytest.approx(0.5**0.5)
+
+
+def test_alignment_is_that_of_the_mean_query_and_the_mean_key():
+    q, k = torch.randn(2, 1, 9, 4, dtype=torch.float64)
+    assert scores.parts(q + 50, k - 50, 0.5)["alignment"] < -0.9

@@ -414,3 +414,23 @@ def test_onsets_by_seed_in_words():
 def test_an_explosion_at_a_step_counts_as_one_by_that_step():
     low = Arm("low", None, tuple(range(8)), LOW)
     assert [low.exploded_by(step) for step in (2099, 2100, 2800)] == [0, 1, 8]
+
+
+def test_a_seed_that_two_joined_arms_have_is_named():
+    one = load_arms("layers")["only1"]
+    with pytest.raises(UserError, match="only1 and only1 both have seed 1"):
+        one.joined(one)
+
+
+def test_a_run_that_ends_in_a_rise_is_known_until_the_step_before():
+    def runs_of(arm, ends, exploded):
+        found = [SimpleNamespace(explosion=rise, info=dict(ended="completed")) for _, rise in ends]
+        return pd.DataFrame(dict(
+            arm=arm, seed=range(len(ends)), run=found, duration=[step for step, _ in ends],
+            exploded=exploded,
+        ))  # fmt: skip
+
+    base = runs_of("low", [(2700, True)] * 8, True)
+    other = runs_of("x", [(2700, True)] + [(7000, None)] * 8, False)
+    row = compare_arms(pd.concat([base, other]), "low").iloc[1]
+    assert row.horizon == 2699 and row.p == 1

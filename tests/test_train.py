@@ -40,7 +40,7 @@ from lowprec.training.config import PRESETS, TrainConfig, learning_rate
 from lowprec.training.data import shards as data
 from lowprec.training.loop import Group, deterministic, draw_seed, processes, train
 from lowprec.training.model import GPT, GPTConfig
-from lowprec.training.probes import spectral_norms
+from lowprec.training.probes import QueryErrorWindow, spectral_norms
 from lowprec.training.recorder import Recorder
 
 SMALL = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=4, warmup=2,
@@ -1260,3 +1260,97 @@ def test_no_two_layers_of_any_steps_draw_the_same_bits(monkeypatch):
     for seed in range(3):
         model(x, x, seed=seed)
     assert len(seeds) == len(set(seeds)) == 9
+
+
+def test_the_first_step_has_the_first_rate_of_the_warm_up(tmp_path):
+    a = train(small(steps=1, lr=2e-3, warmup=2), tmp_path / "a")
+    b = train(small(steps=1, lr=1e-3, warmup=0), tmp_path / "b")
+    assert a.info["weights_sha256"] == b.info["weights_sha256"]
+
+
+def recording(tmp_path, **changes):
+    config = small(**changes)
+    tokens = data.load_tokens(config.data)
+    return GPT(config.model()), Recorder(config, tmp_path / "a", "", Group("cpu"), tokens)
+
+
+def step_of(watch):
+    sums = SimpleNamespace(grad=torch.ones(1, 2, 3))
+    watch.measured(torch.tensor(3.0), torch.tensor(1.0), sums)
+
+
+def test_a_probe_sums_over_all_its_steps_however_many(tmp_path):
+    model, watch = recording(tmp_path, steps=1200, probe_every=1200)
+    for _ in range(1200):
+        step_of(watch)
+    watch.probe(model)
+    watch.leave()
+    assert (watch.probes[0][:, 5:8] == 1200).all()
+
+
+def test_the_seconds_of_a_run_add_up_over_its_flushes(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(recorder.time, "time", lambda: now[0])
+    model, watch = recording(tmp_path)
+    for now[0] in (10.0, 25.0):
+        step_of(watch)
+        watch.collect()
+        watch.flush("running")
+    watch.leave()
+    assert watch.info["seconds"] == 25
+
+
+def test_a_resumed_run_counts_the_seconds_of_its_first_sitting(tmp_path, monkeypatch):
+    config = small(steps=8, checkpoint_every=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.time, "time", itertools.count(0, 1000).__next__)
+        stop_in_step(3, config, tmp_path / "a", monkeypatch)
+    first = runs.load_run(tmp_path / ".a.part").info["seconds"]
+    assert train(config, tmp_path / "a", resume=True).info["seconds"] >= first > 900
+
+
+@pytest.mark.parametrize(
+    "changes,word",
+    [(dict(window=(0, 4)), "below 4"), (dict(impl="sdpa", window=(0, 1)), "sdpa"),
+     (dict(amp="fp16", window=(0, 1)), "BF16 or FP32")],
+)  # fmt: skip
+def test_windows_that_cannot_be(changes, word):
+    with pytest.raises(UserError, match=word):
+        small(**changes)
+
+
+def test_heads_of_the_captured_layer_alone_must_share_a_policy():
+    small(n_layer=2, layers={"0/1": "LOW"}, capture_layer=1, capture_heads=(0, 1))
+
+
+@pytest.mark.parametrize("how", [dict(capture_at=(1,)), dict(capture_every=2), dict(window=(0, 1))])
+def test_captures_are_of_one_process(how):
+    small(**how).check_processes(1)
+    with pytest.raises(UserError, match="made by one process, and not by 2"):
+        small(**how).check_processes(2)
+
+
+def test_what_a_command_sets_wins_over_train_and_arms(tmp_path):
+    (tmp_path / "c.yaml").write_text(CAMPAIGN)
+    jobs = campaign.load_campaign(tmp_path / "c.yaml", lr=0.5, steps=3)
+    assert {(job.config.lr, job.config.steps) for job in jobs} == {(0.5, 3)}
+
+
+def test_sums_of_delta_are_of_the_head_that_has_the_policy():
+    torch.manual_seed(0)
+    config = GPTConfig(1, 2, 32, 16, vocab_size=64, policy="ALL_FP32", layers={"0/1": "LOW"})
+    model, (x, y) = GPT(config), torch.randint(0, 64, (2, 3, 16))
+    probe = model.new_probe()
+    model(x, y, probe).backward()
+    assert probe.grad[0, 0, 1] == 0 < probe.grad[0, 1, 1]
+
+
+def test_a_head_without_an_error_has_a_sketch_of_zeros():
+    window, (q, k) = QueryErrorWindow(1, 1, 4, 6), torch.randn(2, 1, 1, 8, 4)
+    window.update(0, 0, torch.randn(1, 8, 6), q, k, torch.zeros(1, 1, 8))
+    window.end_step(0)
+    assert (window.to_table().filter(like="sketch_") == 0).all(axis=None)
+
+
+def test_weights_of_zero_have_norm_zero():
+    assert spectral_norms(torch.zeros(2, 3, 5)).tolist() == [0, 0]

@@ -28,3 +28,11 @@ def test_a_number_is_whole_short_or_in_full():
         (1.00048828125, "1", "1.00048828125"), (-0.12345678, "−0.1235", "−0.12345678"),
     ):  # fmt: skip
         assert (words.number(value), words.number(value, exact=True)) == (short, full)
+
+
+def test_a_large_negative_number_is_whole():
+    assert words.number(-18821.7) == "−18,822"
+
+
+def test_zero_has_no_sign():
+    assert words.number(-0.0) == "0"

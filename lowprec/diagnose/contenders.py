@@ -94,7 +94,7 @@ def function(text: str, argument: str = "A") -> Callable:
 
     Raises `UserError` that names the argument.
     """
-    if ":" in text and text.partition("+")[0] not in NAMES:
+    if ":" in text and text.partition("+")[0].strip() not in NAMES:
         return _imported(text, argument)
     own = {"eager": plain, "sdpa": scaled_dot_product_attention}
     if text in own or text in BACKENDS:

@@ -80,7 +80,9 @@ def check(
     if id is not None:
         claim = _named(id, registry, folder)
         return _result(claim, Measured(value, n, interval), note, complete, settled)
-    results = Results(_judged(_named(name.replace("_", "-"), registry, folder), given)
+    if n is not None or interval is not None or complete or settled:
+        raise UserError("n, interval, complete and settled go with one id, check('the-id', …)")
+    results = Results(_judged(_named(name.replace("_", "-"), registry, folder), given, note)
                       for name, given in measured.items())  # fmt: skip
     _display(results)
     return results

@@ -301,6 +301,8 @@ def _horizon(*groups: pd.DataFrame) -> int:
     """The last step by which it is known of every run whether it had exploded."""
     runs = pd.concat(groups)
     censored = runs.duration[~runs.exploded.astype(bool)]
+    if "run" in runs:  # of one that ends in a rise it is known until the step before
+        censored = censored - _open_by(runs, np.inf)[~runs.exploded.astype(bool)].to_numpy()
     return int(censored.min() if len(censored) else runs.duration.max())
 
 

@@ -23,6 +23,7 @@ def number(value, exact: bool = False) -> str:
         return "true" if value else "false"
     if math.isinf(value):
         return "−∞" if value < 0 else "∞"
+    value += 0  # minus zero is zero
     if (float(value).is_integer() or not exact and abs(value) >= 999.95) and abs(value) < 1e15:
         return f"{value:,.0f}".replace("-", "−")
     return (repr(float(value)) if exact else f"{value:.4g}").replace("-", "−")
