@@ -915,6 +915,11 @@ def test_a_checkpoint_of_nanogpt_with_a_head_of_its_own_keeps_both(tmp_path):
     model, _ = loading.load(path, 0)
     assert torch.equal(model.lm_head.weight, nano.lm_head.weight)
     assert torch.equal(model.transformer.wte.weight, nano.transformer.wte.weight)
+    state = nano.state_dict()
+    del state["transformer.wte.weight"]
+    torch.save(dict(model=state, model_args=nano.args), path)
+    with pytest.raises(UserError, match="they lack transformer.wte.weight"):
+        loading.load(path, 0)
 
 
 def test_a_configuration_beside_weights_is_no_model_of_random_ones(tmp_path):

@@ -328,6 +328,7 @@ def test_the_status_says_whether_both_are_within_the_rule(own, capsys):
     assert main(["compare", "sdpa", "own_attention:same", *SMALL]) == 0
     out = capsys.readouterr().out
     assert "They err alike" in out and "inputs: random, bfloat16, causal, on cpu" in out
+    assert "not tried: no mask, another scale, fewer heads of keys" in out
     assert main(["compare", "sdpa", "own_attention.py:broken", *SMALL]) == 1
     assert "not finite" in capsys.readouterr().out
     how = ["compare", "FA2", "own_attention:scaled", "--table", "t.csv", "--figure", "f.png"]

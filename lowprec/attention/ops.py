@@ -212,7 +212,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, do, *_):
     if do is None:
-        return (None,) * 19
+        return (None,) * len(ctx.needs_input_grad)
     q, k, v, o, o_fp32, lse, ties, *parts = ctx.saved_tensors
     dq, dk, dv, dprobe, dbias, dsinks = _attention_backward(
         do.to(q.dtype), q, k, v, o, o_fp32, lse, ties, ctx.want_probe, ctx.want_bias, *ctx.known,

@@ -126,7 +126,7 @@ def _nanogpt(hub, state: dict):
     ends = [given.get(name) for name in ("lm_head.weight", "transformer.wte.weight")]
     config = hub.GPT2Config(
         **sizes, n_positions=c["block_size"], activation_function="gelu",
-        tie_word_embeddings=None in map(type, ends) or torch.equal(*ends),
+        tie_word_embeddings=any(x is None for x in ends) or torch.equal(*ends),
     )  # fmt: skip
     model, weights = hub.GPT2LMHeadModel(config), {}
     for name, weight in given.items():

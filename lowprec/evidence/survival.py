@@ -300,9 +300,8 @@ def _summary(group: pd.DataFrame) -> dict:
 def _horizon(*groups: pd.DataFrame) -> int:
     """The last step by which it is known of every run whether it had exploded."""
     runs = pd.concat(groups)
-    censored = runs.duration[~runs.exploded.astype(bool)]
-    if "run" in runs:  # of one that ends in a rise it is known until the step before
-        censored = censored - _open_by(runs, np.inf)[~runs.exploded.astype(bool)].to_numpy()
+    open_end = _open_by(runs, np.inf) if "run" in runs else 0  # known until the step before
+    censored = (runs.duration - open_end)[~runs.exploded.astype(bool)]
     return int(censored.min() if len(censored) else runs.duration.max())
 
 
