@@ -20,7 +20,7 @@ import lowprec
 from lowprec import Monitor, UserError
 from lowprec.attention import huggingface
 from lowprec.attention.masks import Mask
-from lowprec.diagnose import measures
+from lowprec.diagnose import measures, watch
 from lowprec.diagnose import monitor as watching
 from lowprec.diagnose.calls import HIDDEN, emulated, plain_length
 from lowprec.diagnose.monitor import COLUMNS
@@ -874,6 +874,28 @@ def test_a_compiled_model_is_watched_and_compiled_once(inner, fullgraph):
                 pd.testing.assert_frame_equal(table.assign(step=0), plain)
         assert len(calls) == (step + 1) // 2, "a watched step is eager"
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("how", ["copied", "saved"])
+def test_a_copy_of_a_watched_model_is_not_watched(how, tmp_path):
+    model = tiny()
+    monitor = Monitor(model, every=1)
+    if how == "copied":
+        other = copy.deepcopy(model)
+    else:
+        torch.save(model, tmp_path / "model.pt")
+        other = torch.load(tmp_path / "model.pt", weights_only=False)
+    doors = []
+    other.blocks[0].register_forward_pre_hook(
+        lambda *_: doors.append(F.scaled_dot_product_attention)
+    )
+    ids = tokens() % model.config.vocab_size
+    other(ids, ids).backward()
+    assert doors == [SDPA] and not monitor.watch.called and not watch.INSIDE
+    model(ids, ids).backward()
+    assert monitor.step() is not None
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
 
 
 def test_a_monitor_that_is_not_closed_ends_with_its_name():

@@ -71,8 +71,8 @@ class Watch:
         self.called = self.another = False
         self.linears = Linears(self.model)
         self.hooks = [
-            self.model.register_forward_pre_hook(self._begin),
-            self.model.register_forward_hook(self._end, always_call=True),
+            self.model.register_forward_pre_hook(Hook(self._begin)),
+            self.model.register_forward_hook(Hook(self._end), always_call=True),
         ]
         if not STEPS:  # what is compiled calls neither hooks nor doors
             STANCE.append(torch.compiler.set_stance("force_eager"))
@@ -160,6 +160,20 @@ class Watch:
                 self.left_out[layer] = str(error) or type(error).__name__
 
         o.register_hook(measure)
+
+
+class Hook:
+    """A hook that does nothing in a copy of the model, or in one that was saved whole."""
+
+    def __init__(self, function=None):
+        self.function = function
+
+    def __call__(self, *given):
+        if self.function is not None:
+            self.function(*given)
+
+    def __reduce__(self):
+        return Hook, ()
 
 
 def _begun(mask, keys, count: int) -> list[int]:
