@@ -363,6 +363,7 @@ def test_a_run_s_own_checkpoint_is_read(tmp_path, monkeypatch):
         ("nothing", "there is no"),
         ("nothing.pt", "there is no"),
         ("a.pt", "holds no checkpoint or weights of a run"),
+        ("a.ckpt", "watch it with lowprec.Monitor"),
         ("config.json", "cannot read"),
         ("", "has no weights"),
     ],

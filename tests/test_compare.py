@@ -32,6 +32,9 @@ def forward(q, k, v, is_causal=False, scale=None):
     with torch.no_grad():
         return sdpa(q, k, v, is_causal=is_causal, scale=scale)
 
+def wide_forward(q, k, v, is_causal=False, scale=None):
+    return forward(q.double(), k.double(), v.double(), is_causal, scale).float()
+
 def broken(q, k, v, is_causal=False, scale=None):
     return sdpa(q, k, v, is_causal=is_causal, scale=scale) * float("nan")
 
@@ -364,6 +367,9 @@ def test_a_forward_pass_alone_is_compared_and_said(own, capsys):
     assert main(["compare", "sdpa", "own_attention:forward", *SMALL]) == 0
     out = capsys.readouterr().out
     assert "gives no gradients" in out and "in what both give" in out
+    assert main(["compare", "sdpa", "own_attention:wide_forward", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "They differ most, in ulps of the inputs, in O" in out and "gives no gradients" in out
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

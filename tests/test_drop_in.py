@@ -87,6 +87,13 @@ def test_without_a_gradient_a_scale_may_be_negative_or_zero(scale, shape):
     torch.testing.assert_close(o, ours, rtol=2**-7, atol=2**-7)
 
 
+def test_meta_tensors_have_shapes():
+    q, k, v = (torch.empty(1, 2, 32, 16, device="meta", requires_grad=True) for _ in range(3))
+    o = sdpa(q, k, v, is_causal=True, policy="ALL_FP32")
+    o.sum().backward()
+    assert o.shape == q.grad.shape == q.shape and o.is_meta
+
+
 def test_safe_is_what_attention_computes():
     inputs = qkv(1, 2, 32, 16, dtype=torch.bfloat16)
     assert SAFE == FA2.replace(row_sum="refined") == PrecisionPolicy.parse("SAFE")

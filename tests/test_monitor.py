@@ -309,9 +309,10 @@ class Turned(nn.Module):
         heads = x.unflatten(-1, (2, 16))
         if self.kind == "sequence first":
             q, k, v = (m(x).unflatten(-1, (2, 16)).permute(1, 2, 0, 3) for m in self.maps)
-        elif self.kind == "one axis":
+        elif self.kind in ("one axis", "one axis, sequence first"):
             split = (m(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for m in self.maps)
-            q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in split)
+            turn = (0, 2, 1, 3) if self.kind == "one axis" else (1, 2, 0, 3)
+            q, k, v = (y.unflatten(-1, (2, 16)).permute(turn) for y in split)
         elif self.kind == "a map for each head":
             q, k, v = (m(heads).transpose(1, 2) for m in self.maps)
         else:  # "a map for each head, turned before it"
@@ -323,14 +324,16 @@ class Turned(nn.Module):
 @pytest.mark.parametrize("sequences", [1, 2, 4])
 @pytest.mark.parametrize(
     "kind",
-    ["sequence first", "one axis", "a map for each head", "a map for each head, turned before it"],
-)
-def test_rows_are_found_in_any_layout(kind, sequences):
+    ["sequence first", "one axis", "one axis, sequence first", "a map for each head",
+     "a map for each head, turned before it"],
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [4, 24])
+def test_rows_are_found_in_any_layout(kind, sequences, batch):
     """Against the gradient that each head's dQ makes in W_Q, of the first sequences alone."""
     g = torch.Generator().manual_seed(0)
-    x, w = torch.randn(4, 24, 32, generator=g), torch.randn(4, 2, 24, 16, generator=g)
+    x, w = torch.randn(batch, 24, 32, generator=g), torch.randn(batch, 2, 24, 16, generator=g)
     torch.manual_seed(0)
-    model, first = Turned(kind), kind == "sequence first"
+    model, first = Turned(kind), "sequence first" in kind
     given = x.transpose(0, 1) if first else x
     table = watched(model, lambda: (model(given) * w).sum(), sequences=sequences)
     dq = torch.autograd.grad((model(given) * w).sum(), model.q)[0][:sequences]
@@ -627,7 +630,13 @@ def test_sequences_padded_on_the_left_are_passed_over(hub, sequences, floats):
         mask = torch.zeros(4, 1, 48, 48).masked_fill(~seen, lowest)
     table = watched(model, of_hub(model, ids, attention_mask=mask), sequences=sequences)
     alone = watched(model, of_hub(model, ids[[1, 3]]), sequences=sequences)
-    assert table.logit.to_numpy() == pytest.approx(alone.logit.to_numpy())
+    for name, of_all in (
+        ("logit", 1),
+        ("share", 1),
+        ("gradient", 2),
+        ("error", 2),
+    ):  # a mean of twice
+        assert of_all * table[name].to_numpy() == pytest.approx(alone[name].to_numpy(), rel=1e-3)
 
 
 def test_a_range_of_keys_that_hides_the_first_token_of_some(hub):
@@ -637,12 +646,16 @@ def test_a_range_of_keys_that_hides_the_first_token_of_some(hub):
             return lowprec.sdpa(*parts, self.mask, policy="ALL_FP32")
 
     x = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(0))
-    model = Padded(mask=Mask(causal=True, keys=torch.tensor([[8, 48], [0, 48]])))
+    kept = torch.tensor([[8, 48], [0, 48]])
+    dense = torch.arange(48) >= kept[:, None, None, :1]
     tables = []
-    for given in (x, x[1:]):
-        tables.append(watched(model, lambda given=given: model(given).square().sum()))
-        model.mask = Mask(causal=True)
-    assert tables[0].logit.to_numpy() == pytest.approx(tables[1].logit.to_numpy())
+    for given, parts in (x, dict(keys=kept)), (x, dict(dense=dense)), (x[1:], {}):
+        torch.manual_seed(0)
+        model = Padded(mask=Mask(causal=True, **parts))
+        tables.append(watched(model, lambda m=model, x=given: m(x).square().sum()))
+    for name in ("logit", "gradient", "share"):
+        for table in tables[:2]:
+            assert table[name].to_numpy() == pytest.approx(tables[2][name].to_numpy(), rel=1e-3)
 
 
 def test_that_nothing_is_measured_is_said_again(hub, caplog):
@@ -1015,11 +1028,77 @@ def test_what_cannot_be_watched_is_said_at_the_first_step(tmp_path):
     with pytest.raises(UserError, match="call step\\(\\) after backward"):
         monitor.step()
     for how, words in ((dict(every=0), "every=0"), (dict(every=2.5), "every=2.5 must be a whole"),
-                       (dict(length=4), "length=4"),
+                       (dict(length=4), "length=4"), (dict(length=16.0), "length=16.0"),
                        (dict(path=tmp_path), "cannot write")):  # fmt: skip
         with pytest.raises(UserError, match=words):
             Monitor(plain, **how)
     assert F.scaled_dot_product_attention is SDPA
+
+
+class Adapted(nn.Module):
+    """Queries from a frozen map and an adapter of rank 4, or from a map and a matrix behind it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.down, self.up = kind, nn.Linear(32, 4), nn.Linear(4, 32)
+        self.base = nn.Linear(32, 32)
+        self.base.requires_grad_(kind != "adapter")
+        self.behind = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x):
+        y = self.base(x)
+        q = y + self.up(self.down(x)) if self.kind == "adapter" else y @ self.behind
+        q, k = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in (q, x))
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "behind"])
+@pytest.mark.parametrize("asks", [False, True])
+def test_gradients_are_of_what_makes_q_last_and_is_trained(kind, asks):
+    torch.manual_seed(0)
+    model, x = Adapted(kind), torch.randn(1, 24, 32, requires_grad=asks)
+    for _ in range(2):  # what was found is known the second time
+        model.zero_grad()
+        with Monitor(model, every=1) as monitor:
+            for _ in range(2):
+                model(x).square().sum().backward()
+                table = monitor.step()
+                made = model.up.weight.grad
+                model.zero_grad()
+    assert (table["of"] == ("W_Q" if kind == "adapter" else "dQ")).all()
+    if kind == "adapter":
+        exact = made.view(2, -1).norm(dim=1)
+        assert table.gradient.to_numpy() == pytest.approx(exact.numpy(), rel=0.02)
+
+
+def test_numbers_that_are_added_may_be_a_mask_under_our_function_too(monkeypatch):
+    torch.manual_seed(0)
+    x, causal = torch.randn(1, 24, 32), nn.Transformer.generate_square_subsequent_mask(24)
+    model, tables = Plain(mask=causal), []
+    for function in (SDPA, lowprec.sdpa):
+        monkeypatch.setattr(F, "scaled_dot_product_attention", function)
+        tables.append(watched(model, lambda: model(x).square().sum(), policy="SAFE"))
+    for name in ("logit", "gradient", "entropy"):
+        assert tables[0][name].to_numpy() == pytest.approx(tables[1][name].to_numpy(), rel=0.02)
+    model.mask = causal + torch.randn(24, 24).abs()
+    with pytest.raises(UserError, match="adds a bias"):
+        watched(model, lambda: model(x).square().sum())
+
+
+def test_a_model_may_hold_its_monitor_and_be_saved(tmp_path):
+    model = tiny()
+    model.monitor = Monitor(model, every=1)
+    ids = tokens() % model.config.vocab_size
+    model(ids, ids).backward()
+    seen = model.monitor.step()
+    torch.save(model, tmp_path / "model.pt")
+    other = torch.load(tmp_path / "model.pt", weights_only=False)
+    model.monitor.close()
+    for _ in range(2):
+        other.zero_grad()
+        other(ids, ids).backward()
+        table = other.monitor.step()
+    pd.testing.assert_frame_equal(table.drop(columns="step"), seen.drop(columns="step"))
 
 
 def test_a_norm_over_all_heads_goes_head_by_head(hub):

@@ -212,7 +212,7 @@ def _asks_gradient(t) -> bool:
 
 def _autocast(query, *others):
     device = query.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return query, *others
     dtype = torch.get_autocast_dtype(device)
     return tuple(

@@ -88,34 +88,54 @@ class Queries:
 
     around: (map, x, y) of the linear maps that may have made q, those of the innermost module
     first; y is where its output is in the graph, or None. The graph from q back to them must be
-    there when it is called, with a dQ of the first sequences and rows. known: a map to the head of
-    each of its outputs, if that was found before.
+    there when it is called, with a dQ of the first rows of some sequences: those in `rows`, or the
+    first. known: a map to the head of each of its outputs, if that was found before.
     """
 
     def __init__(self, q, around, known=None):
         self.q, self.known = q, {} if known is None else known
         self.around = [[way for way in maps if way[2] is not None] for maps in around]
-        self.maps = self.heads = None
+        self.maps = self.heads = self.rows = None
 
     def __call__(self, dq):
         """(H,) of all sequences together and (B, H) of each, float64."""
         if self.maps is None:
             self._find()
-        count = self.q.shape[1]
         if not self.maps:
             each = dq.double().square().sum((2, 3))
             return each.sum(0).sqrt(), each.sqrt()
-        if self.heads is None:  # a norm over all of q, say: head by head
-            return self._by_head(dq)
-        together = torch.zeros(count, dtype=torch.float64, device=dq.device)
-        each = together.new_zeros(len(dq), count)
-        for (_, x, _), g, head in zip(self.maps, self._back(dq), self.heads, strict=True):
-            own = head >= 0
-            g, x = self._cut(g, x, dq)
-            made = g[..., own].mT @ x
-            together.index_add_(0, head[own], made.sum(0).square().sum(1))
-            each.index_add_(1, head[own], made.square().sum(2))
+        together = torch.zeros(self.q.shape[1], dtype=torch.float64, device=dq.device)
+        each = together.new_zeros(len(dq), len(together))
+        for some, heads in self._parts(dq):
+            sums = [0.0] * len(self.maps)
+            for b, norms in enumerate(each):
+                for i, made in enumerate(self._made(some, b, heads)):
+                    norms.index_add_(0, heads[i][heads[i] >= 0], made.square().sum(1))
+                    sums[i] = sums[i] + made
+            for made, head in zip(sums, heads, strict=True):
+                together.index_add_(0, head[head >= 0], made.square().sum(1))
         return together.sqrt(), each.sqrt()
+
+    def _parts(self, dq):
+        """dQ and of each map the head of each output; where an output is of several heads, as with
+        a norm over all of q, head by head."""
+        if self.heads is not None:
+            yield dq, self.heads
+            return
+        for h in range(self.q.shape[1]):
+            part = torch.zeros_like(dq)
+            part[:, h] = dq[:, h]
+            yield part, [torch.full((w,), h, device=dq.device) for w in self.widths]
+
+    def _made(self, dq, b, heads):
+        """The gradient that dQ of one sequence makes in the weights of each map, of outputs that
+        have a head, float64; from the rows that it reaches, wherever they lie."""
+        part = torch.zeros_like(dq)
+        part[b] = dq[b]
+        for (_, x, _), g, head in zip(self.maps, self._back(part), heads, strict=True):
+            g, x = g.flatten(0, -2)[:, head >= 0], x.flatten(0, -2)
+            some = g.any(1)
+            yield g[some].double().mT @ x[some].double()
 
     @property
     def of(self) -> str:
@@ -139,10 +159,16 @@ class Queries:
     def _mark(self, maps):
         """Find them by gradients that are not zero: heads are numbered from 1, in binary."""
         n, d = self.q.shape[1], self.q.shape[3]
+        direct = _direct(self.q, maps)
+        direct = [way for way in direct if way[0].weight.requires_grad] or direct
+        kept = [m for m, *_ in direct]
+        self.known.update({m: None for m, *_ in maps if m not in kept})
+        if not direct:
+            return
         marks = torch.arange(1, d + 1, device=self.q.device).sin().expand(self.q.shape)
-        self.maps = maps
+        self.maps = direct
         whole = self._back(marks, allow_unused=True)
-        self.maps = [way for way, g in zip(maps, whole, strict=True) if g is not None]
+        self.maps = [way for way, g in zip(direct, whole, strict=True) if g is not None]
         whole = [g for g in whole if g is not None]
         codes = [torch.zeros(g.shape[-1], dtype=torch.long, device=g.device) for g in whole]
         numbers = torch.arange(1, n + 1, device=self.q.device)
@@ -151,6 +177,7 @@ class Queries:
             for code, g, part in zip(codes, whole, self._back(marks * some), strict=True):
                 on = part.flatten(0, -2).any(0)
                 if not torch.equal(part, g * on):
+                    self.widths = [len(code) for code in codes]
                     return  # an output is of several heads
                 code += on.long() << bit
         self.heads = [code - 1 for code in codes]
@@ -162,44 +189,14 @@ class Queries:
         whole = dq
         if dq.shape != self.q.shape:
             whole = torch.zeros_like(self.q, dtype=dq.dtype)
-            whole[: len(dq), :, : dq.shape[2]] = dq
+            rows = range(len(dq)) if self.rows is None else self.rows
+            whole[list(rows), :, : dq.shape[2]] = dq
         outs = [y for _, _, y in self.maps]
         whole, size = _scaled(whole, self.q.dtype)
         made = torch.autograd.grad(
             self.q, outs, whole, retain_graph=True, allow_unused=allow_unused
         )
         return made if size == 1 else [g if g is None else g.double() / size for g in made]
-
-    def _cut(self, g, x, dq):
-        """g and x in float64, (sequences, rows, C), of the rows that dq may reach.
-
-        Of one sequence those that it does reach, wherever they lie; of more the first, if x is
-        (B, T, C), (B T, C) or (T, B, C), and else all of a sequence, as with a map for each head.
-        """
-        b, t = len(self.q), self.q.shape[2]
-        g = g.reshape(*x.shape[:-1], -1)
-        if len(dq) == 1:
-            some = g.flatten(0, -2).any(1)
-            return [y.flatten(0, -2)[some][None].double() for y in (g, x)]
-        if x.shape[:2] == (t, b) != (b, t):
-            g, x = g.transpose(0, 1), x.transpose(0, 1)
-        rows = dq.shape[2] if x.shape[:-1] in ((b, t), (b * t,)) else None
-        return [y.reshape(b, -1, y.shape[-1])[: len(dq), :rows].double() for y in (g, x)]
-
-    def _by_head(self, dq):
-        together, each = [], []
-        for h in range(self.q.shape[1]):
-            part = torch.zeros_like(dq)
-            part[:, h] = dq[:, h]
-            total, apart = 0.0, 0.0
-            for (_, x, _), g in zip(self.maps, self._back(part), strict=True):
-                g, x = self._cut(g, x, dq)
-                made = g.mT @ x
-                total = total + made.sum(0).square().sum()
-                apart = apart + made.square().sum((1, 2))
-            together.append(total)
-            each.append(apart)
-        return torch.stack(together).sqrt(), torch.stack(each, 1).sqrt()
 
 
 def _edge(y):
@@ -212,6 +209,30 @@ def _edge(y):
         if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
             y = base
     return get_gradient_edge(y)
+
+
+PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "BaddbmmBackward0": 1,
+            "LinearBackward0": 0}  # fmt: skip
+"""Nodes of a graph that are matrix products, to the place of their first factor."""
+
+
+def _direct(q, maps):
+    """Of the maps those from whose output q is made by no other weights."""
+    ends = {(y.node, y.output_nr) for *_, y in maps}
+    start = get_gradient_edge(q)
+    ahead, seen = [(start.node, start.output_nr)], set()
+    while ahead:
+        at = ahead.pop()
+        if at[0] is None or at in seen:
+            continue
+        seen.add(at)
+        if at in ends:
+            continue
+        first = PRODUCTS.get(at[0].name())
+        nodes = at[0].next_functions
+        if first is None or None in (nodes[first][0], nodes[first + 1][0]):
+            ahead += nodes
+    return [way for way in maps if (way[2].node, way[2].output_nr) in seen]
 
 
 def _scaled(x, dtype):

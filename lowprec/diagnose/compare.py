@@ -355,7 +355,7 @@ def _between(table, call: dict) -> list[str]:
     if not apart.any():
         where = "everywhere" if len(wide) == len(all_of) else "in what both give"
         return [f"They err alike, within a factor of {ALIKE} {where}."]
-    where, of = (ulps[a] - ulps[b]).abs()[apart].idxmax()
+    where, of = (ulps[a] - ulps[b]).abs().loc[apart.index[apart]].idxmax()
     two = wide.loc[(where, of)]
     more, less = (a, b) if two[a] > two[b] else (b, a)
     return [

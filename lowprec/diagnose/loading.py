@@ -71,7 +71,7 @@ def load(path: Path, seed: int):
         if not (path / "config.json").is_file():
             raise UserError(f"{path} has no weights and no config.json; give a model's folder")
         raise UserError(f"{path} has no weights; give its config.json for random ones")
-    if path.suffix == ".pt":
+    if path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
         return _checkpoint(path), f"the weights of {path}"
     return _transformers(path, seed)
 

@@ -86,7 +86,7 @@ class Monitor:
         self, model, every=50, path=None, *, writer=None, policy=None, sequences=1, length=512,
         step=0,
     ):  # fmt: skip
-        for name, value in (("every", every), ("sequences", sequences)):
+        for name, value in (("every", every), ("sequences", sequences), ("length", length)):
             if not isinstance(value, numbers.Integral) or value < 1:
                 raise UserError(f"{name}={value!r} must be a whole number of at least 1")
         if length < measures.BLOCKS:
@@ -113,6 +113,10 @@ class Monitor:
         if not self.stepped:
             log.warning("the monitor saw no step: call its step() after every step's last backward")
         self.close()
+
+    def __getstate__(self):
+        """What is saved or copied with a model that holds it watches after its next step."""
+        return self.__dict__ | dict(watch=None, known=defaultdict(weakref.WeakKeyDictionary))
 
     def __del__(self, over=sys.is_finalizing):
         if not over():

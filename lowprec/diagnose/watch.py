@@ -41,6 +41,7 @@ USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "
 """What production kernels do, where it is not FA2."""
 
 FAILED = "the forward ended before its output"
+NO_GRADIENT = "it has no gradient: checkpointing needs use_reentrant=False"
 
 STEPS: list[Watch] = []
 """Those whose step is under way: in it nothing runs compiled."""
@@ -111,7 +112,7 @@ class Watch:
         layer, self.count = self.count, self.count + 1
         own = self.linears.before(q)
         if not o.requires_grad:
-            self.left_out[layer] = "it has no gradient"
+            self.left_out[layer] = NO_GRADIENT
             return
         for name in UNLIKE:
             if how.get(name) is not None and (torch.is_tensor(how[name]) or how[name]):
@@ -120,7 +121,8 @@ class Watch:
         if q.dim() != 4:
             self.left_out[layer] = "its sizes are not those of plain attention"
             return
-        rows = _begun(mask, how.get("keys"), len(q))[: self.sequences]
+        dense = how.get("dense") if mask is None else mask
+        rows = _begun(dense, how.get("keys"), len(q))[: self.sequences]
         count, of_rows = len(rows), _taken(rows)
         mask, window = _said(of_rows(mask), causal, q, k, of_rows, how)
         length = plain_length(mask, causal, q, k, window, of_rows(how.get("position_ids")))
@@ -143,7 +145,7 @@ class Watch:
         if policy.draws:
             self.left_out[layer] = "its policy draws random bits"
             return
-        own.known = self.known[layer]
+        own.known, own.rows = self.known[layer], rows
 
         def measure(do):
             do = do.transpose(1, 2) if turned else do
@@ -261,8 +263,11 @@ def _operator(original):
         q, k, v, causal, scale = (call[name] for name in ("q", "k", "v", "causal", "scale"))
         how = dict(policy=call["policy"], tile=call["tile"] or None)
         others = {name: call[name] for name in names[len(PLAIN) :]}
+        given, mask = [name for name, x in others.items() if torch.is_tensor(x)], None
+        if given == ["bias"] and not causal and not others["bias"].requires_grad:
+            mask = others.pop("bias")  # numbers that are added may be a mask
         for watch in INSIDE:
-            watch.saw(q, k, v, out[0], None, causal, scale, **how, **others)
+            watch.saw(q, k, v, out[0], mask, causal, scale, **how, **others)
         return out
 
     return attention
