@@ -95,7 +95,7 @@ class Queries:
     def __init__(self, q, around, known=None):
         self.q, self.known = q, {} if known is None else known
         self.around = [[way for way in maps if way[2] is not None] for maps in around]
-        self.maps = self.heads = self.rows = None
+        self.maps = self.heads = self.owners = self.rows = None
 
     def __call__(self, dq):
         """(H,) of all sequences together and (B, H) of each, float64."""
@@ -104,17 +104,33 @@ class Queries:
         if not self.maps:
             each = dq.double().square().sum((2, 3))
             return each.sum(0).sqrt(), each.sqrt()
+        if self.owners is None:
+            self._own(dq)
         together = torch.zeros(self.q.shape[1], dtype=torch.float64, device=dq.device)
         each = together.new_zeros(len(dq), len(together))
         for some, heads in self._parts(dq):
-            sums = [0.0] * len(self.maps)
-            for b, norms in enumerate(each):
-                for i, made in enumerate(self._made(some, b, heads)):
-                    norms.index_add_(0, heads[i][heads[i] >= 0], made.square().sum(1))
-                    sums[i] = sums[i] + made
-            for made, head in zip(sums, heads, strict=True):
-                together.index_add_(0, head[head >= 0], made.square().sum(1))
+            for way, g, head, owner in zip(
+                self.maps, self._back(some), heads, self.owners, strict=True
+            ):
+                own, whole = head >= 0, 0.0
+                g, x = g.flatten(0, -2), way[1].flatten(0, -2)
+                for b, norms in enumerate(each):
+                    mine = owner == b
+                    made = g[mine][:, own].double().mT @ x[mine].double()
+                    norms.index_add_(0, head[own], made.square().sum(1))
+                    whole = whole + made
+                together.index_add_(0, head[own], whole.square().sum(1))
         return together.sqrt(), each.sqrt()
+
+    def _own(self, dq):
+        """Of which sequence of dQ each row of the maps is, wherever it lies, found as heads are; -1
+        for none."""
+        marks = torch.arange(1, dq.shape[3] + 1, device=dq.device).sin().expand(dq.shape)
+        numbers = torch.arange(1, len(dq) + 1, device=dq.device)[:, None, None, None]
+        self.owners = [-1 for _ in self.maps]
+        for bit in range(len(dq).bit_length()):
+            for i, g in enumerate(self._back(marks * (numbers >> bit & 1))):
+                self.owners[i] = self.owners[i] + (g.flatten(0, -2).any(1).long() << bit)
 
     def _parts(self, dq):
         """dQ and of each map the head of each output; where an output is of several heads, as with
@@ -126,16 +142,6 @@ class Queries:
             part = torch.zeros_like(dq)
             part[:, h] = dq[:, h]
             yield part, [torch.full((w,), h, device=dq.device) for w in self.widths]
-
-    def _made(self, dq, b, heads):
-        """The gradient that dQ of one sequence makes in the weights of each map, of outputs that
-        have a head, float64; from the rows that it reaches, wherever they lie."""
-        part = torch.zeros_like(dq)
-        part[b] = dq[b]
-        for (_, x, _), g, head in zip(self.maps, self._back(part), heads, strict=True):
-            g, x = g.flatten(0, -2)[:, head >= 0], x.flatten(0, -2)
-            some = g.any(1)
-            yield g[some].double().mT @ x[some].double()
 
     @property
     def of(self) -> str:

@@ -41,7 +41,7 @@ USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "
 """What production kernels do, where it is not FA2."""
 
 FAILED = "the forward ended before its output"
-NO_GRADIENT = "it has no gradient: checkpointing needs use_reentrant=False"
+NO_GRADIENT = "it has no gradient (under checkpointing take use_reentrant=False)"
 
 STEPS: list[Watch] = []
 """Those whose step is under way: in it nothing runs compiled."""
