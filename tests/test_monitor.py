@@ -695,8 +695,15 @@ def test_a_monitor_that_is_never_stepped_says_so(hub, caplog, tmp_path):
     for step in (0, 1):
         with caplog.at_level(logging.WARNING, "lowprec.monitor"):
             Monitor(model, path=path, step=step)
-        assert ("has rows already" in caplog.text) is not bool(step)
+        assert ("has rows already, up to step 0" in caplog.text) is not bool(step)
         caplog.clear()
+    for text, said in (('{"step": 5}\n', "up to step 5"), ("step,layer\n", "up to step inf")):
+        path.write_text(text)
+        with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+            Monitor(model, path=path, step=5)
+        assert said in caplog.text
+    with pytest.raises(UserError, match="model is a function; give the module"):
+        Monitor(tokens)
 
 
 def test_a_model_may_give_the_mask_by_its_name(hub, monkeypatch):

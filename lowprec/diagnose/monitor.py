@@ -30,6 +30,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch.distributed as dist
+from torch import nn
 
 from lowprec import UserError
 from lowprec.diagnose import measures
@@ -86,6 +87,10 @@ class Monitor:
         self, model, every=50, path=None, *, writer=None, policy=None, sequences=1, length=512,
         step=0,
     ):  # fmt: skip
+        if not isinstance(model, nn.Module):
+            raise UserError(
+                f"model is a {type(model).__name__}; give the module that the loop calls"
+            )
         for name, value in (("every", every), ("sequences", sequences), ("length", length)):
             if not isinstance(value, numbers.Integral) or value < 1:
                 raise UserError(f"{name}={value!r} must be a whole number of at least 1")
@@ -102,8 +107,11 @@ class Monitor:
         self.known, self.missed = defaultdict(weakref.WeakKeyDictionary), 0
         self.calls = 0  # of step, since one was watched: numbers may jump
         self.stepped = False
-        if self.path and not step and _rank() == 0 and _length(self.path):
-            log.warning("%s has rows already; what is written goes behind them", self.path)
+        if self.path and _rank() == 0 and (last := _last(self.path)) >= step:
+            log.warning(
+                "%s has rows already, up to step %s; what is written goes behind them",
+                self.path, last,
+            )  # fmt: skip
         self._await(step)
 
     def __enter__(self):
@@ -286,8 +294,14 @@ def _plain(row: dict) -> dict:
     }
 
 
-def _length(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _last(path: Path) -> float:
+    """The step of the last row of a file; -1 for none."""
+    if not path.exists() or not path.stat().st_size:
+        return -1
+    try:
+        return json.loads(path.read_text().splitlines()[-1])["step"]
+    except (ValueError, TypeError, KeyError):  # of another writer
+        return math.inf
 
 
 def _writer(folder):
