@@ -630,13 +630,9 @@ def test_sequences_padded_on_the_left_are_passed_over(hub, sequences, floats):
         mask = torch.zeros(4, 1, 48, 48).masked_fill(~seen, lowest)
     table = watched(model, of_hub(model, ids, attention_mask=mask), sequences=sequences)
     alone = watched(model, of_hub(model, ids[[1, 3]]), sequences=sequences)
-    for name, of_all in (
-        ("logit", 1),
-        ("share", 1),
-        ("gradient", 2),
-        ("error", 2),
-    ):  # a mean of twice
-        assert of_all * table[name].to_numpy() == pytest.approx(alone[name].to_numpy(), rel=1e-3)
+    of_all = dict(logit=1, share=1, gradient=2, error=2)  # the loss is a mean of twice as many
+    for name, times in of_all.items():
+        assert times * table[name].to_numpy() == pytest.approx(alone[name].to_numpy(), rel=1e-3)
 
 
 def test_a_range_of_keys_that_hides_the_first_token_of_some(hub):
@@ -1064,17 +1060,14 @@ class Adapted(nn.Module):
 def test_gradients_are_of_what_makes_q_last_and_is_trained(kind, asks):
     torch.manual_seed(0)
     model, x = Adapted(kind), torch.randn(1, 24, 32, requires_grad=asks)
-    for _ in range(2):  # what was found is known the second time
-        model.zero_grad()
-        with Monitor(model, every=1) as monitor:
-            for _ in range(2):
-                model(x).square().sum().backward()
-                table = monitor.step()
-                made = model.up.weight.grad
-                model.zero_grad()
+    with Monitor(model, every=1) as monitor:
+        for _ in range(2):  # what was found is known the second time
+            model.zero_grad()
+            model(x).square().sum().backward()
+            table = monitor.step()
     assert (table["of"] == ("W_Q" if kind == "adapter" else "dQ")).all()
     if kind == "adapter":
-        exact = made.view(2, -1).norm(dim=1)
+        exact = model.up.weight.grad.view(2, -1).norm(dim=1)
         assert table.gradient.to_numpy() == pytest.approx(exact.numpy(), rel=0.02)
 
 

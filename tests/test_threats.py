@@ -50,7 +50,7 @@ OTHERWISE = {
         explosion-calibration-lowest explosion-fa2-safe explosion-low-early explosion-low-every-seed
         explosion-sigma-doubles gradient-head heads-sum-alone larger-layer larger-specimen-sign
         layer-head-alone layer-head-others layer-second-of-twelve loud-own-decay peers-gradient
-        positions-large-fp32 positions-large-llama
+        positions-large-fp32
         rivals-alike-head
         rivals-crossed-size rivals-fp16-scores rivals-held-share rivals-outside-low
         rivals-posit-bias rivals-posit-ties rivals-train-folk rivals-train-fp16 rivals-train-warmup
@@ -59,7 +59,8 @@ OTHERWISE = {
         stabilised-untied-head
     """,
     "inconclusive": """
-        common-one-sequence fix-centred-low fix-centred-norm peers-sdpa rounding-sink-no-ties
+        common-one-sequence fix-centred-low fix-centred-norm peers-sdpa
+        positions-large-llama-fp32 rounding-sink-no-ties
     """,
 }
 """The claims that threats.md and shelf.md speak of as refuted, or as open."""

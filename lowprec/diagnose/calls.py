@@ -105,7 +105,7 @@ class Queries:
             each = dq.double().square().sum((2, 3))
             return each.sum(0).sqrt(), each.sqrt()
         if self.owners is None:
-            self._own(dq)
+            self._find_owners(dq)
         together = torch.zeros(self.q.shape[1], dtype=torch.float64, device=dq.device)
         each = together.new_zeros(len(dq), len(together))
         for some, heads in self._parts(dq):
@@ -122,7 +122,7 @@ class Queries:
                 together.index_add_(0, head[own], whole.square().sum(1))
         return together.sqrt(), each.sqrt()
 
-    def _own(self, dq):
+    def _find_owners(self, dq):
         """Of which sequence of dQ each row of the maps is, wherever it lies, found as heads are; -1
         for none."""
         marks = torch.arange(1, dq.shape[3] + 1, device=dq.device).sin().expand(dq.shape)
