@@ -14,7 +14,7 @@ import torch
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 RUNS = DATA / "runs"
-UNDER_WAY = ("entries", "positions_large", "paper_again")
+UNDER_WAY = ("paper_again",)
 APART = ("windows", "pairs", *UNDER_WAY)
 
 torch.set_num_threads(1)

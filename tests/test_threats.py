@@ -29,7 +29,7 @@ REGISTRY = {
 }  # fmt: skip
 THREATS = (BOOK / "threats.md").read_text()
 SHELF = (BOOK / "shelf.md").read_text()
-LARGE = ("explosion", "gpt2", "specimens", "paper")
+LARGE = ("explosion", "gpt2", "specimens", "paper", "positions_large")
 ARITHMETIC = set(
     "gradient-equations gradient-row-sum gradient-row-sum-dp stabilised-exact stabilised-underflow "
     "bfloat-cast bfloat-trick-nan bfloat-product-once bfloat-product-equal "
@@ -60,7 +60,7 @@ OTHERWISE = {
     """,
     "inconclusive": """
         common-one-sequence fix-centred-low fix-centred-norm peers-sdpa
-        positions-large-llama-fp32 rounding-sink-no-ties
+        rounding-sink-no-ties
     """,
 }
 """The claims that threats.md and shelf.md speak of as refuted, or as open."""
