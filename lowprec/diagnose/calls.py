@@ -89,7 +89,7 @@ class Queries:
     around: (map, x, y) of the linear maps that may have made q, those of the innermost module
     first; y is where its output is in the graph, or None. The graph from q back to them must be
     there when it is called, with a dQ of the first rows of some sequences: those in `rows`, or the
-    first. known: a map to the head of each of its outputs, if that was found before.
+    first. known: a map to what `_columns` says of its outputs, if that was found before.
     """
 
     def __init__(self, q, around, known=None):
@@ -104,44 +104,46 @@ class Queries:
         if not self.maps:
             each = dq.double().square().sum((2, 3))
             return each.sum(0).sqrt(), each.sqrt()
-        if self.owners is None:
+        if self.owners is None and len(dq) > 1:
             self._find_owners(dq)
         together = torch.zeros(self.q.shape[1], dtype=torch.float64, device=dq.device)
         each = together.new_zeros(len(dq), len(together))
         for some, heads in self._parts(dq):
-            for way, g, head, owner in zip(
-                self.maps, self._back(some), heads, self.owners, strict=True
-            ):
-                own, whole = head >= 0, 0.0
-                g, x = g.flatten(0, -2), way[1].flatten(0, -2)
-                for b, norms in enumerate(each):
-                    mine = owner == b
+            back = zip(self.maps, self._back(some), heads, strict=True)
+            for i, (way, g, (own, head)) in enumerate(back):
+                whole, g, x = 0.0, g.flatten(0, -2), way[1].flatten(0, -2)
+                # of one sequence are all rows that its gradient reaches
+                owned = self.owners[i] if self.owners else [g.any(1).nonzero()[:, 0]]
+                for mine, norms in zip(owned, each, strict=True):
                     made = g[mine][:, own].double().mT @ x[mine].double()
-                    norms.index_add_(0, head[own], made.square().sum(1))
+                    norms.index_add_(0, head, made.square().sum(1))
                     whole = whole + made
-                together.index_add_(0, head[own], whole.square().sum(1))
+                together.index_add_(0, head, whole.square().sum(1))
         return together.sqrt(), each.sqrt()
 
     def _find_owners(self, dq):
-        """Of which sequence of dQ each row of the maps is, wherever it lies, found as heads are; -1
-        for none."""
+        """Of each map the rows of each sequence of dQ, wherever they lie, found as heads are."""
         marks = torch.arange(1, dq.shape[3] + 1, device=dq.device).sin().expand(dq.shape)
         numbers = torch.arange(1, len(dq) + 1, device=dq.device)[:, None, None, None]
-        self.owners = [-1 for _ in self.maps]
+        codes = [0 for _ in self.maps]
         for bit in range(len(dq).bit_length()):
             for i, g in enumerate(self._back(marks * (numbers >> bit & 1))):
-                self.owners[i] = self.owners[i] + (g.flatten(0, -2).any(1).long() << bit)
+                codes[i] = codes[i] + (g.flatten(0, -2).any(1).long() << bit)
+        self.owners = [
+            [(code == b).nonzero()[:, 0] for b in range(1, len(dq) + 1)] for code in codes
+        ]
 
     def _parts(self, dq):
-        """dQ and of each map the head of each output; where an output is of several heads, as with
-        a norm over all of q, head by head."""
+        """dQ and of each map what `_columns` says; where an output is of several heads, as with a
+        norm over all of q, head by head."""
         if self.heads is not None:
             yield dq, self.heads
             return
         for h in range(self.q.shape[1]):
             part = torch.zeros_like(dq)
             part[:, h] = dq[:, h]
-            yield part, [torch.full((w,), h, device=dq.device) for w in self.widths]
+            heads = [torch.full((w,), h, device=dq.device) for w in self.widths]
+            yield part, [(slice(None), head) for head in heads]
 
     @property
     def of(self) -> str:
@@ -151,7 +153,7 @@ class Queries:
         return "W_Q" if self.maps else "dQ"
 
     def _find(self):
-        """Which maps made q, and of which head each of their outputs is; -1 for none."""
+        """Which maps made q, and what `_columns` says of each."""
         self.maps = []
         for maps in self.around if self.q.requires_grad else []:
             if all(m in self.known for m, *_ in maps):
@@ -186,7 +188,7 @@ class Queries:
                     self.widths = [len(code) for code in codes]
                     return  # an output is of several heads
                 code += on.long() << bit
-        self.heads = [code - 1 for code in codes]
+        self.heads = [_columns(code - 1) for code in codes]
         self.known.update(dict.fromkeys([m for m, *_ in maps]))
         self.known.update({m: head for (m, *_), head in zip(self.maps, self.heads, strict=True)})
 
@@ -203,6 +205,12 @@ class Queries:
             self.q, outs, whole, retain_graph=True, allow_unused=allow_unused
         )
         return made if size == 1 else [g if g is None else g.double() / size for g in made]
+
+
+def _columns(head):
+    """Which outputs of a map are of a head, and of which. head: of each output, -1 for none."""
+    own = (head >= 0).nonzero()[:, 0]
+    return (slice(None), head) if len(own) == len(head) else (own, head[own])
 
 
 def _edge(y):

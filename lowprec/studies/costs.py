@@ -60,9 +60,11 @@ def having(record: dict, has: Callable[[dict], bool]) -> tuple[str, dict | None]
 
 
 def in_models() -> dict:
-    """The newest record of `lowprec.studies.in_models` in data/benchmarks/models; {} if none."""
-    paths = sorted((data_root() / "benchmarks" / "models").glob("*.json"))
-    return json.loads(paths[-1].read_text()) if paths else {}
+    """Of each part the newest record of `lowprec.studies.in_models` in data/benchmarks/models."""
+    newest = {}
+    for path in sorted((data_root() / "benchmarks" / "models").glob("*.json")):
+        newest |= json.loads(path.read_text())
+    return newest
 
 
 def gpu_tests() -> dict:
