@@ -279,7 +279,7 @@ def test_a_heat_map_writes_its_cells(shown):
     assert ax.texts[-1].get_color() == plots.INK
     assert rows_of(ax) == ["ℓ", "S"] and ax.get_title(loc="left") == "size"
     assert [t.get_text() for t in ax.get_xticklabels()] == ["one", "two"]
-    assert [line.get_xdata()[0] for line in ax.lines] == [0.5]
+    assert [line.get_xdata()[0] for line in ax.lines] == [1.0]
     assert list(shown.table) == ["row", "one", "two"] and shown.table.one[1] == 1e-5
 
 
@@ -297,7 +297,7 @@ def test_many_cells_get_a_bar_of_colours(shown):
 def test_the_scale_follows_the_numbers(numbers, kind):
     fig, ax = plots.subplots()
     plots.draw_heat(ax, pd.DataFrame([numbers]))
-    assert type(ax.images[0].norm).__name__ == kind
+    assert type(ax.collections[0].norm).__name__ == kind
 
 
 # Words

@@ -24,7 +24,7 @@ from PIL import Image
 
 from lowprec import UserError, plots
 from lowprec.evidence import survival
-from lowprec.evidence.words import FIGURE_MIME
+from lowprec.evidence.words import FIGURE_MIME, minus
 from lowprec.numerics.policy import FA2, LOW
 from lowprec.publish import figure, pages
 from lowprec.records.runs import Run
@@ -259,22 +259,20 @@ def test_a_change_keeps_the_colour_of_its_preset_unless_delta_reads_another_outp
         plots.colour("nearest")
 
 
-@pytest.mark.parametrize("draw", ["imshow", "pcolormesh"])
-@pytest.mark.parametrize("cmap", ["viridis", "RdBu_r", "Greys"])
-def test_a_label_is_read_on_its_cell(draw, cmap):
-    values = np.linspace(0, 1, 40).reshape(4, 10)
+@pytest.mark.parametrize("low, scale", [(0, "linear"), (-1, "centred"), (0.01, "log")])
+def test_a_label_is_read_on_its_cell(low, scale):
+    values = np.linspace(low, 1, 40).reshape(4, 10)
     fig, ax = plots.subplots()
-    cells = getattr(ax, draw)(values, cmap=cmap, vmin=0, vmax=1)
-    plots.label_cells(ax, cells, values, "{:.2f}".format)
+    plots.draw_heat(ax, pd.DataFrame(values), form="{:.2f}", scale=scale)
     fig.canvas.draw()
+    (cells,) = ax.collections
     shown = {text.get_text(): text for text in ax.texts}
     drawn = figure.svg(fig, "cells", "labels")
     assert all(text.get_color() in drawn for text in ax.texts)
     for (row, column), value in np.ndenumerate(values):
-        text = shown[f"{value:.2f}"]
+        text = shown[minus(f"{value:.2f}")]
         cell = mcolors.to_hex(cells.to_rgba(value))
         assert contrast(text.get_color(), cell) >= 4.5
         x, y = ax.transData.inverted().transform(text.get_window_extent().get_points().mean(0))
-        corner = 0.0 if draw == "pcolormesh" else -0.5
-        assert (int(x - corner), int(y - corner)) == (column, row)
+        assert (int(x), int(y)) == (column, row)
     plt.close(fig)

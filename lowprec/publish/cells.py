@@ -7,18 +7,12 @@ import pandas as pd
 from matplotlib.colors import CenteredNorm, LogNorm, Normalize
 
 from lowprec import UserError
-from lowprec.evidence.words import span
-from lowprec.publish.figure import save_figure
-from lowprec.publish.labels import (
-    count,
-    flat,
-    joined,
-    label_cells,
-    label_rows,
-    row_panels,
-    split_at,
-    wrapped,
-)
+from lowprec.evidence.words import minus, span
+from lowprec.publish.figure import INK, ink_on, save_figure
+from lowprec.publish.labels import count, flat, joined, label_rows, row_panels, split_at, wrapped
+
+MIDDLE = 0.5
+"""Where the middle of the first cell is, from the left and from the top."""
 
 
 def heat(
@@ -62,6 +56,8 @@ def draw_heat(
     default from the numbers above the floor. split, split_rows: after how many columns or rows a
     line is drawn, or several such numbers.
     """
+    import seaborn as sns  # here: a page without a map need not wait for it
+
     values = frame.to_numpy(float)
     above = values[values > (-np.inf if floor is None else floor)]
     norm, colours = _scale(above if len(above) else values, scale)
@@ -71,29 +67,45 @@ def draw_heat(
         low = floor is not None and value <= floor
         return "–" if np.isnan(value) else f"< {floor:g}" if low else form.format(value)
 
-    cells = ax.imshow(shown, norm=norm, cmap=colours, aspect="auto")
     columns = [joined(column, "\n") for column in frame]
     room = 3.7 * 72 / len(columns) / 5  # letters of 9 points in a cell, roughly
-    if max(len(text(value)) for value in shown.flat) <= room:
-        label_cells(ax, cells, shown, text)
+    fits = max(len(text(value)) for value in shown.flat) <= room
+    bar = dict(location="bottom", aspect=40, pad=0.02, label=label)
+    sns.heatmap(
+        shown, ax=ax, norm=norm, cmap=colours, cbar=not fits, cbar_kws=bar,
+        xticklabels=False, yticklabels=False,
+    )  # fmt: skip
+    if fits:
+        _label_cells(ax, shown, text)
         ax.set_title(label)
-    else:
-        ax.figure.colorbar(cells, ax=ax, location="bottom", aspect=40, pad=0.02, label=label)
-    label_rows(ax, [joined(row, ", ") for row in frame.index])
+    label_rows(ax, [joined(row, ", ") for row in frame.index], MIDDLE)
     narrow = max(len(word) for column in columns for word in column.split()) > room
     turned = dict(rotation=45, ha="right", rotation_mode="anchor") if narrow else {}
     names = columns if narrow else [wrapped(column, int(room)) for column in columns]
-    ax.set_xticks(range(len(columns)), names, fontsize=9, **turned)
+    ax.set_xticks(MIDDLE + np.arange(len(columns)), names, fontsize=9, **turned)
     ax.tick_params(length=0)
     ax.grid(visible=False)
-    ax.spines[:].set_visible(False)
-    split_at([ax], split, "v")
-    split_at([ax], split_rows, "h")
+    split_at([ax], np.add(split, MIDDLE), "v")
+    split_at([ax], np.add(split_rows, MIDDLE), "h")
     told = [
         f"{flat(joined(row, ', '))}: {span(line[np.isfinite(line)], form)}"
         for row, line in zip(frame.index, values, strict=True)
     ]
     return "; ".join(told) + "."
+
+
+def _label_cells(ax, values, text) -> None:
+    """Write text(value) into each cell of a map, in `ink_on` the cell's colour.
+
+    values: (rows, columns), as the map shows them.
+    """
+    (cells,), panel = ax.collections, ax.figure.axes.index(ax)
+    for (row, column), value in np.ndenumerate(values):
+        ink = INK if np.isnan(value) else ink_on(cells.to_rgba(value))
+        ax.text(
+            column + MIDDLE, row + MIDDLE, minus(text(value)), color=ink, fontsize=9,
+            ha="center", va="center", gid=f"cell_{panel}_{row}_{column}",
+        )  # fmt: skip
 
 
 def _scale(values, scale: str | None):

@@ -6,13 +6,12 @@ from itertools import permutations
 from textwrap import fill
 
 import numpy as np
-from matplotlib.collections import QuadMesh
 from matplotlib.ticker import FixedLocator, NullLocator
 from scipy import ndimage
 
 from lowprec import UserError
 from lowprec.evidence.words import minus, number, span
-from lowprec.publish.figure import INK, ink_on, subplots
+from lowprec.publish.figure import INK, subplots
 
 WIDE = 5.4
 """Inches: a figure as wide fits on a phone."""
@@ -39,11 +38,12 @@ def row_panels(rows, panels: int = 1):
     return fig, list(axes[0])
 
 
-def label_rows(ax, rows) -> None:
-    """Name the rows of an axis, the first at 0 and at the top, and take out their grid."""
+def label_rows(ax, rows, first: float = 0.0) -> None:
+    """Name the rows of an axis, 1 apart from the `first` at the top, and take out their grid."""
     size = 10 if any("\n" in wrapped(row) for row in rows) else 11
-    ax.set_yticks(range(len(rows)), [wrapped(row) for row in rows], fontsize=size, linespacing=0.95)
-    ax.set_ylim(len(rows) - 0.5, -0.5)
+    names, places = [wrapped(row) for row in rows], first + np.arange(len(rows))
+    ax.set_yticks(places, names, fontsize=size, linespacing=0.95)
+    ax.set_ylim(first + len(rows) - 0.5, first - 0.5)
     ax.grid(axis="y", visible=False)
 
 
@@ -73,21 +73,6 @@ def label_ends(ax, labels: dict | None = None, gap: float = 0.055) -> None:
     for height, label, tint in ends:
         previous = max(height, previous + gap)
         ax.text(1.01, previous, label, color=tint, transform=ax.transAxes, va="center")
-
-
-def label_cells(ax, cells, values, text, fontsize=9) -> None:
-    """Write text(value) into each cell of a heat map, in `ink_on` the cell's colour.
-
-    cells: what `imshow` or `pcolormesh` returned; values: (rows, columns), as it shows them.
-    """
-    offset = 0.5 if isinstance(cells, QuadMesh) else 0.0
-    panel = ax.figure.axes.index(ax)
-    for (row, column), value in np.ndenumerate(np.asarray(values)):
-        ink = INK if np.isnan(value) else ink_on(cells.to_rgba(value))
-        ax.text(
-            column + offset, row + offset, minus(text(value)), color=ink, fontsize=fontsize,
-            ha="center", va="center", gid=f"cell_{panel}_{row}_{column}",
-        )  # fmt: skip
 
 
 def label_lines(ax, labels) -> None:

@@ -21,13 +21,12 @@ from lowprec.publish.figure import (
     tint,
 )  # fmt: skip
 from lowprec.publish.film import film
-from lowprec.publish.labels import label_cells, label_ends, label_lines
+from lowprec.publish.labels import label_ends, label_lines
 from lowprec.publish.lines import courses, draw_courses, loss_course
 from lowprec.publish.marks import dots, draw_dots, draw_outcomes, outcomes
 
 __all__ = [
     "COLOURS", "INK", "SPARE", "colour", "courses", "dots", "draw_courses", "draw_dots",
-    "draw_heat", "draw_outcomes", "film", "heat", "ink_on", "label_cells", "label_ends",
-    "label_lines", "look", "loss_course", "outcomes", "save_figure", "show_table", "subplots",
-    "tint",
+    "draw_heat", "draw_outcomes", "film", "heat", "ink_on", "label_ends", "label_lines", "look",
+    "loss_course", "outcomes", "save_figure", "show_table", "subplots", "tint",
 ]  # fmt: skip
