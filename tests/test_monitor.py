@@ -861,6 +861,17 @@ def test_the_first_micro_batch_of_a_step_is_watched_and_no_pass_without_gradient
     pd.testing.assert_frame_equal(monitor.step(), alone)
 
 
+@pytest.mark.parametrize("back", [[0], [1], [0, 1]], ids=["first", "second", "both"])
+def test_the_forward_is_watched_whose_backward_comes(back):
+    model = tiny()
+    alone = [watched(model, lambda seed=seed: gpt_loss(model, seed)) for seed in (0, 1)]
+    monitor = Monitor(model, every=2)
+    losses = [gpt_loss(model, seed) for seed in (0, 1)]
+    sum(losses[i] for i in back).backward()
+    gpt_loss(model, 2).backward()
+    pd.testing.assert_frame_equal(monitor.step(), alone[back[-1]])
+
+
 def test_checkpointed_layers_have_the_same_numbers(hub):
     model, ids = llama(hub).train(), tokens()
     plain = watched(model, of_hub(model, ids))

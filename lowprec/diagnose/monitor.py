@@ -150,7 +150,7 @@ class Monitor:
         if watch is not None:
             self.missed = self.missed + 1 if table is None else 0
             if self.missed and self.missed % AGAIN == 0:
-                why = "no backward came back" if watch.count else "no attention was called"
+                why = "no backward came back" if watch.seen.count else "no attention was called"
                 why = next(iter(self.left_out.values()), why)
                 log.warning("step %d: nothing measured in %d steps (%s)", step, self.missed, why)
         self._await(step + 1, again=watch is not None and self.missed % AGAIN > 0)
@@ -188,22 +188,23 @@ class Monitor:
             self.watch = Watch(self.model, known=self.known, **how)
 
     def _finish(self, step, watch):
-        first, self.left_out = not self.left_out, dict(watch.left_out)
+        seen, first = watch.seen, not self.left_out
+        self.left_out = dict(seen.left_out)
         if not self.seen:
             _require_seen(watch)
         rows = [
             dict(layer=layer, head=head, of=of)
             | {name: columns[name][head].item() for name in columns if name in COLUMNS}
-            for layer, (columns, of) in sorted(watch.found.items())
+            for layer, (columns, of) in sorted(seen.found.items())
             for head in range(len(columns["logit"]))
         ]
         rows = _reduced(rows)
-        if rows and not self.seen and watch.left_out:
-            some = "; ".join(f"{layer}: {why}" for layer, why in sorted(watch.left_out.items()))
+        if rows and not self.seen and seen.left_out:
+            some = "; ".join(f"{layer}: {why}" for layer, why in sorted(seen.left_out.items()))
             log.warning("layers that are not watched: %s", some)
         if not rows:
             if first and not self.seen:
-                why = next(iter(watch.left_out.values()))
+                why = next(iter(seen.left_out.values()))
                 log.warning("step %d: nothing was measured (%s); the next is watched", step, why)
             return None
         self.seen = True
@@ -242,24 +243,24 @@ class Monitor:
 
 def _require_seen(watch):
     """Raise `UserError` where nothing of the first watched step was measured, saying why."""
-    if watch.found:
+    if (seen := watch.seen).found:
         return
     if not watch.called and not watch.another:
         raise UserError(
             "the monitor saw no forward of its model: give it the module that the training loop "
             "calls, before the step"
         )
-    if watch.count == 0:
+    if seen.count == 0:
         raise UserError(
             "the monitor saw no attention: it watches lowprec's, transformers' registry and "
             "torch.nn.functional.scaled_dot_product_attention, called by that name: not one that "
             "`from torch.nn.functional import` took, nor MultiheadAttention with need_weights=True"
         )
-    if len(watch.left_out) < watch.count:
+    if len(seen.left_out) < seen.count:
         raise UserError("the monitor saw no backward through attention: call step() after backward")
     if not watch.another:
-        why = ", ".join(dict.fromkeys(watch.left_out.values()))
-        raise UserError(f"the monitor can watch none of {watch.count} calls of attention: {why}")
+        why = ", ".join(dict.fromkeys(seen.left_out.values()))
+        raise UserError(f"the monitor can watch none of {seen.count} calls of attention: {why}")
 
 
 def _rank() -> int:

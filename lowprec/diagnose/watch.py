@@ -14,6 +14,7 @@ import inspect
 import sys
 import weakref
 from collections import defaultdict
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -55,11 +56,11 @@ REPLACED: list[tuple] = []
 class Watch:
     """One forward and backward of a model whose calls of attention are measured.
 
-    found: a call's number to its columns and what its gradients are of; left_out: to the reason.
-    another: whether one was left out that may be measured in another batch.
-    called: whether a forward with gradients was seen. Only the first of them is watched that comes
-    to its end, and of it the first `sequences` and `length` tokens, which a causal model reads as
-    if they were all.
+    seen: what was seen of the forward whose backward came first, or while none has come of the
+    last forward with gradients. Of it the first `sequences` and `length` tokens are measured, which
+    a causal model reads as if they were all.
+    another: whether a call was left out that may be measured in another batch.
+    called: whether a forward with gradients was seen.
     Dropout inside attention is left out of what is measured.
     """
 
@@ -68,7 +69,7 @@ class Watch:
         self.policy = None if policy is None else PrecisionPolicy.parse(policy)
         self.sequences, self.length = sequences, length
         self.known = defaultdict(weakref.WeakKeyDictionary) if known is None else known
-        self.found, self.left_out, self.count = {}, {}, 0
+        self.seen, self.back = Seen(), False
         self.called = self.another = False
         self.linears = Linears(self.model)
         self.hooks = [
@@ -91,10 +92,9 @@ class Watch:
 
     def _begin(self, *_):
         self._end()  # of one that was interrupted
-        if self.called or not torch.is_grad_enabled():
+        if self.back or not torch.is_grad_enabled():
             return
-        self.called, self.count = True, 0
-        self.found, self.left_out = {}, {}
+        self.called, self.seen = True, Seen()
         self.linears.__enter__()
         _open(self)
 
@@ -104,22 +104,23 @@ class Watch:
         _shut(self)
         self.linears.__exit__()
         if output is None and (module is None or sys.exception()):  # it failed: the next is watched
-            self.called, self.another, self.count = False, True, 1
-            self.found, self.left_out = {}, {0: FAILED}
+            self.called, self.another = False, True
+            self.seen = Seen(count=1, left_out={0: FAILED})
 
     def saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, turned=False, **how):
         """A call of attention in the watched forward; turned: o is (B, T, H, D)."""
-        layer, self.count = self.count, self.count + 1
+        seen = self.seen
+        layer, seen.count = seen.count, seen.count + 1
         own = self.linears.before(q)
         if not o.requires_grad:
-            self.left_out[layer] = NO_GRADIENT
+            seen.left_out[layer] = NO_GRADIENT
             return
         for name in UNLIKE:
             if how.get(name) is not None and (torch.is_tensor(how[name]) or how[name]):
-                self.left_out[layer] = f"it has {name}"
+                seen.left_out[layer] = f"it has {name}"
                 return
         if q.dim() != 4:
-            self.left_out[layer] = "its sizes are not those of plain attention"
+            seen.left_out[layer] = "its sizes are not those of plain attention"
             return
         dense = how.get("dense") if mask is None else mask
         rows = _begun(dense, how.get("keys"), len(q))[: self.sequences]
@@ -128,13 +129,13 @@ class Watch:
         length = plain_length(mask, causal, q, k, window, of_rows(how.get("position_ids")))
         if isinstance(length, str):
             self.another |= length == HIDDEN
-            self.left_out[layer] = length
+            seen.left_out[layer] = length
             return
         length = min(length, self.length)
         if count * length < measures.BLOCKS or length < 2:  # the first sees one key
             self.another = True
             few = measures.BLOCKS if length > 1 else "2 of a sequence"
-            self.left_out[layer] = f"{count * length} tokens; {few} and more are needed"
+            seen.left_out[layer] = f"{count * length} tokens; {few} and more are needed"
             return
         part = (slice(None), slice(None), slice(length))
         full = [of_rows(x.detach())[part] for x in (q, k, v)]
@@ -143,11 +144,15 @@ class Watch:
         dtype = next((x.dtype for x in (o, q) if x.dtype in SHORT), torch.bfloat16)
         policy = self.policy or PrecisionPolicy.parse(policy or USUAL.get(dtype, FA2))
         if policy.draws:
-            self.left_out[layer] = "its policy draws random bits"
+            seen.left_out[layer] = "its policy draws random bits"
             return
         own.known, own.rows = self.known[layer], rows
 
         def measure(do):
+            if not self.back:
+                self.seen, self.back = seen, True
+            if self.seen is not seen:  # of another forward of this step
+                return
             do = do.transpose(1, 2) if turned else do
             # what a policy governs is read as it is, other attention as in training in 16 bits
             given = [x if ours else x.to(dtype) for x in (*full, of_rows(do)[part])]
@@ -156,12 +161,22 @@ class Watch:
                 *given, full_q=full[0], full_k=full[1], tile=tile,
             )  # fmt: skip
             try:
-                self.found[layer] = measures.measure(call), own.of
+                seen.found[layer] = measures.measure(call), own.of
             except Exception as error:  # a training goes on whatever is measured
                 self.another = True
-                self.left_out[layer] = str(error) or type(error).__name__
+                seen.left_out[layer] = str(error) or type(error).__name__
 
         o.register_hook(measure)
+
+
+@dataclass
+class Seen:
+    """Of one forward: how many calls of attention it made, what was measured of them by their
+    number, columns and what their gradients are of, and why others were left out."""
+
+    count: int = 0
+    found: dict = field(default_factory=dict)
+    left_out: dict = field(default_factory=dict)
 
 
 class Hook:
@@ -231,12 +246,12 @@ def _replace(where, name, door):
 
 
 def _counts():
-    return {id(watch): watch.count for watch in INSIDE}
+    return {id(watch): watch.seen.count for watch in INSIDE}
 
 
 def _unseen(before):
     """The watches that have seen no call since `_counts` gave this."""
-    return [watch for watch in INSIDE if watch.count == before.get(id(watch))]
+    return [watch for watch in INSIDE if watch.seen.count == before.get(id(watch))]
 
 
 def _torch(original):
