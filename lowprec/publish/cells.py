@@ -73,7 +73,7 @@ def draw_heat(
     bar = dict(location="bottom", aspect=40, pad=0.02, label=label)
     sns.heatmap(
         shown, ax=ax, norm=norm, cmap=colours, cbar=not fits, cbar_kws=bar,
-        xticklabels=False, yticklabels=False,
+        xticklabels=False, yticklabels=False, linewidths=1, linecolor="face",  # leave no seams
     )  # fmt: skip
     if fits:
         _label_cells(ax, shown, text)
