@@ -45,7 +45,8 @@ def yaml_fault(error) -> str:
 
 
 def entry(main) -> None:
-    """Run the `main` of a module as a command: a `UserError` is its message and status 2."""
+    """Run the `main` of a module as a command: a `UserError` is its message and status 2, Ctrl-C
+    one line and 130."""
     import sys
 
     try:
@@ -53,6 +54,9 @@ def entry(main) -> None:
     except UserError as error:
         print(f"lowprec: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("lowprec: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 PUBLIC = {

@@ -226,6 +226,17 @@ def test_courses_go_on_past_an_onset_as_far_as_asked(shown):
     assert [line.get_xdata()[-1] for line in drawn(shown.fig.axes[0])] == [1199, 1199]
 
 
+def test_an_axis_of_parts_has_their_numbers(shown):
+    parts = np.linspace(0, 1, 11)
+    plots.courses({"a": pd.Series(parts**2, parts)}, "f", "F.", label="y", x="share")
+    ax = shown.fig.axes[0]
+    ax.figure.canvas.draw()
+    ticks = {
+        round(at, 6): label.get_text() for at, label in zip(ax.get_xticks(), ax.get_xticklabels())
+    }
+    assert ticks[0.2] == "0.2" and ticks[1.0] == "1"
+
+
 def test_courses_of_other_lines(shown):
     one = pd.Series([1.0, np.inf, 3.0], index=[0, 10, 20])
     two = pd.DataFrame({"a": [2.0, 4.0], "b": [np.nan, np.nan]}, index=[0, 30])

@@ -91,7 +91,7 @@ def draw_courses(
         told.append(f"{flat(name)}: {fate(arm) + '; ' if arm else ''}{_ends(table)}")
     set_axis(ax, "y", label, log, limits, line)
     ax.set_xlabel(x)
-    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_major_formatter("{x:,.10g}")
     label_lines(ax, [group for group in groups if group[2]])
     wide = [t.set_axis([flat(f"{k} {c}".strip()) for c in t], axis=1) for k, t in tables.items()]
     return ". ".join(told) + ".", pd.concat(wide, axis=1).sort_index().rename_axis(x)

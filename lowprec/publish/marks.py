@@ -97,7 +97,7 @@ def draw_outcomes(ax, arms: dict) -> str:
     label_rows(ax, list(arms))
     ax.set_xlabel("step")
     ax.set_xlim(0, 1.04 * max(arm.config.steps for _, arm in there.values()))
-    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_major_formatter("{x:,.10g}")
     return "; ".join(f"{flat(label)}: {fate(arm)}" for label, (_, arm) in there.items()) + "."
 
 

@@ -46,7 +46,8 @@ def of_capture(name: str, capture, within: float) -> dict[str, pd.DataFrame]:
     base, policy = base_of(name)
     about = dict(capture=name, failing="healthy" not in name, base=base)
     replays, sets, tried = bisect.Replays(capture), [], {}
-    asked = [(of, share, False) for of in ("dq", "wq") for share in (within, *OTHERS)]
+    shares = dict.fromkeys((within, *OTHERS))
+    asked = [(of, share, False) for of in ("dq", "wq") for share in shares]
     for of, share, modes in (*asked, ("dq", within, True)):
         (found,) = bisect.guilty(replays, policy, of, share, modes=modes, draws=bisect.DRAWS)
         how = about | dict(of=of, within=share, modes=modes)

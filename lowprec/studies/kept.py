@@ -63,7 +63,7 @@ def models(folder, tokens, sequences: int, device: str, **changes) -> Iterator[t
         if run.info["data_sha256"] != tokens.sha256:
             raise UserError(f"{run.name} was trained on other tokens than {tokens.name}")
         config = dataclasses.replace(TrainConfig(**run.info["config"]), **changes)
-        model = GPT(config.model()).to(device)
+        model = GPT(dataclasses.replace(config.model(), vocab_size=tokens.vocab_size)).to(device)
         model.load_state_dict(load(run, step, device))
         seed = run.seed if config.data_seed is None else config.data_seed
         shape = config.batch_size, config.block_size
