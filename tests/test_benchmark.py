@@ -88,6 +88,15 @@ def test_a_users_mistake_ends_with_status_2(tmp_path, monkeypatch, capsys, modul
     assert stop.value.code == 2 and sentence in capsys.readouterr().err
 
 
+def test_an_interrupted_command_ends_in_one_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        entry(main)
+    assert stop.value.code == 130 and capsys.readouterr().err == "lowprec: interrupted\n"
+
+
 def test_without_a_gpu_it_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

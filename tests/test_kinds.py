@@ -231,9 +231,7 @@ def test_an_axis_of_parts_has_their_numbers(shown):
     plots.courses({"a": pd.Series(parts**2, parts)}, "f", "F.", label="y", x="share")
     ax = shown.fig.axes[0]
     ax.figure.canvas.draw()
-    ticks = {
-        round(at, 6): label.get_text() for at, label in zip(ax.get_xticks(), ax.get_xticklabels())
-    }
+    ticks = {round(t.get_loc(), 6): t.label1.get_text() for t in ax.xaxis.get_major_ticks()}
     assert ticks[0.2] == "0.2" and ticks[1.0] == "1"
 
 
