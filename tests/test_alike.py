@@ -71,7 +71,7 @@ def test_the_table_on_disk_and_what_is_refused(folder, tokens, tmp_path, capsys)
     with pytest.raises(UserError, match="alike.parquet exists and is never overwritten"):
         alike.main([str(folder), "--data", "nothing"])
     assert len(pd.read_parquet(folder / "alike.parquet")) == 3 * 2 * 2 * 2
-    with pytest.raises(UserError, match="other tokens"):
+    with pytest.raises(UserError, match=r"other tokens than .*--data"):
         alike.compare(folder, dataclasses.replace(tokens, sha256="0"), 1)
     plain = dataclasses.replace(TrainConfig(**SMALL), weights_at=())
     train(plain, tmp_path / "low-seed0", arm="low")

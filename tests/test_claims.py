@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -179,11 +180,23 @@ def test_a_long_list_of_units_is_not_kept(folder):
         ("max over seeds of error < 1", pd.DataFrame({"a": [1]}),
          "claim low-explodes: it takes one number for each unit and was given a table"),
         ("max over seeds of error < 1", {3: True}, "claim low-explodes: its rule, max over seeds"),
+        *((rule, given, f"claim low-explodes: it was given a {kind}: hand check one number, or a "
+           "dictionary or a Series with one for each unit, as in check(low_explodes={'a': 0.25, ")
+          for rule in ("max over seeds of error < 1", "max of seeds of error < 1")
+          for given, kind in (([0.25, 0.5], "list"), (np.ones(2), "ndarray"))),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_its_rule_is_named(folder, rule, given, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         judged(folder, {**EXPLODES, "rule": rule}, given)
+
+
+def test_several_numbers_are_not_one(folder):
+    for given in ([-1.0, -2.0], {"a": -1.0}, "-1"):
+        with pytest.raises(UserError, match="claim bias: it was given a .*, as in check.bias="):
+            claims.check("bias", given, 8, folder=folder(ENTRY))
+    (result,) = claims.check(bias=np.array(-0.5), folder=folder({**ENTRY, "needs": 1}))
+    assert (result.value, result.verdict) == (-0.5, "supported")
 
 
 def test_an_unknown_claim_is_named(folder):
@@ -347,6 +360,7 @@ def test_the_claims_of_a_fork_stay_with_it(folder):
     result = claims.check("mine", -0.25, 4, folder=notebooks)
     assert (result.verdict, result.claim.page, result.registered) == ("supported", "", False)
     assert not result.claim.exploratory, "nobody knows"
+    assert "Source: this fork." in claims.judge({**ENTRY, "source": None, "gloss": ""}, 1, 8).myst()
     assert claims.check("bias", -0.25, 8, folder=notebooks).claim.page == "a_bias"
     (notebooks / "forks" / "mine.claims.yml").unlink()
     assert claims.check("mine", -0.25, 4, folder=notebooks).verdict == "inconclusive", "template's"
@@ -361,20 +375,39 @@ def test_two_copies_of_one_claim_do_not_stop_each_other(folder):
 
 def test_a_fork_has_no_rule_of_its_own_for_an_id_of_the_book(folder):
     notebooks = folder(ENTRY, **{"forks/a": [ENTRY], "forks/b": [{**ENTRY, "needs": 4}]})
-    for page in ("forks/a", "forks/none"):
-        claims.compare(page, [], {}, notebooks)
+    claims.compare("forks/none", [], {}, notebooks)
     with pytest.raises(UserError, match="claim bias stands twice, in a_bias and forks/b: rename"):
         claims.compare("forks/b", [], {}, notebooks)
 
 
-def test_a_claim_of_two_forks_or_of_none_is_named(folder):
+def test_a_claim_that_its_fork_does_not_check_is_an_error(folder):
+    notebooks = folder(ENTRY, **{"forks/a": [{**ENTRY, "id": "mine"}]})
+    with pytest.raises(UserError, match="claim mine stands in forks/a.claims.yml and the .* not"):
+        claims.compare("forks/a", [], {}, notebooks)
+    result = claims.check("mine", -0.25, 8, folder=notebooks)
+    claims.compare("forks/a", [result.as_dict()], {}, notebooks)
+
+
+def test_a_fork_reads_the_claims_of_no_other(folder, monkeypatch):
+    mine = {**ENTRY, "id": "mine"}
+    others = {"forks/b": [{**mine, "needs": 4}], "forks/broken": [{"id": "mine"}], "_template": []}
+    notebooks = folder(ENTRY, **{"forks/a": [mine]}, **others)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(notebooks / "forks" / "a.ipynb"))
+    assert claims.check("mine", -0.25, 7, folder=notebooks).verdict == "inconclusive"
+    with pytest.raises(UserError, match="no claim 'mien': did you mean 'mine'?"):
+        claims.check("mien", -0.25, 8, folder=notebooks)
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    folder(ENTRY, **{"forks/b": [], "forks/broken": [{"id": "other"}]})
+    assert claims.check("mine", -0.25, 8, folder=notebooks).verdict == "supported"
+
+
+def test_a_claim_of_two_forks_or_of_none_is_named(folder, monkeypatch):
     mine = {**ENTRY, "id": "mine"}
     notebooks = folder(ENTRY, **{"forks/a": [mine], "forks/b": [{**mine, "needs": 4}]})
     assert list(claims.load(notebooks)) == ["bias"]
     with pytest.raises(UserError, match="claim mine stands twice, in forks/a and forks/b: rename"):
         claims.check("mine", -0.25, 8, folder=notebooks)
-    (notebooks / "forks" / "b.claims.yml").unlink()
-    with pytest.raises(UserError, match="no claim 'mien': did you mean 'mine'?"):
+    with pytest.raises(UserError, match="no claim 'mien' beside a notebook"):
         claims.check("mien", -0.25, 8, folder=notebooks)
 
 
@@ -747,6 +780,24 @@ def test_a_claim_is_not_accepted_before_its_rule_is_committed(history, folder):
     accept(second[:8])
     assert second.startswith(claims.lock("a_bias", notebooks)["claims"]["bias"]["first_run"])
     accept(first[:8])  # judged before, which the tests of the repository look at
+
+
+def test_a_fork_is_registered_by_a_commit_that_there_is(history, folder):
+    root, _ = history
+    notebooks = folder({**ENTRY, "rule": "mean error in ulp < 2"}, **{"forks/b": [3, {"id": 1}]})
+    (notebooks / "forks" / "c.claims.yml").write_text("a: [")
+    git(root, "add", "notebooks")
+    git(root, "commit", "-q", "-m", "two broken forks")
+    for registered in (git(root, "rev-parse", "HEAD"), "deadbee"):
+        fork = {**ENTRY, "rule": "mean error in ulp < 2", "registered": registered}
+        notebooks = folder(fork, **{"forks/a": [fork]})
+        record = [claims.check("bias", None, 0, folder=notebooks).as_dict() | {"shown": True}]
+        if registered != "deadbee":
+            claims.compare("forks/a", record, {}, notebooks)
+    with pytest.raises(UserError, match="claim bias: registered deadbee is no commit here: name"):
+        claims.compare("forks/a", record, {}, notebooks)
+    (root / ".git").rename(root / "no-git")
+    claims.compare("forks/a", record, {}, notebooks)
 
 
 def test_every_rule_is_older_than_its_first_verdict():

@@ -45,6 +45,17 @@ def test_a_page_reads_the_newest_tables_with_its_parameters_and_else_measures(fo
     assert dated.tables("some", measured, size=4)["one"].x.item() == 4
 
 
+def test_what_is_measured_now_is_said_before(folder, capsys, caplog):
+    def asked(size):
+        assert "some(size=2)" in capsys.readouterr().out and "takes a minute" in caplog.text
+        return measured(size)
+
+    dated.tables("some", asked, size=2)
+    dated.record(folder, measured, size=2)
+    dated.tables("some", unasked, size=2)
+    assert capsys.readouterr().out == ""
+
+
 def test_tables_of_today_are_not_overwritten_nor_measured_in_vain(folder):
     dated.record(folder, measured, size=2)
     with pytest.raises(UserError, match="one.parquet exists and is never overwritten"):

@@ -37,6 +37,22 @@ def test_the_first_take_off_of_each_run_that_has_one(firsts):
     assert first_heads.firsts({0: both}).together[0] == 2
 
 
+def test_take_offs_that_the_page_cannot_show_are_refused():
+    mini = load_arms("mini")
+    runs = first_heads.exploded({name: mini[name] for name in ("low", "dodo", "o_acc", "fa2")})
+    how = dict(factor=2.0, lag=100, settled=600, ahead=200)
+    assert len(first_heads.started(runs, **how | dict(factor=1.7))) == len(runs) == 32
+    assert len(first_heads.started(runs, **how | dict(factor=2.8, ahead=900))) == 32
+    for given, sentence in (
+        (dict(factor=0.0), "with factor=0, lag=100, settled=600 not every run has its first"),
+        (dict(factor=100.0), "second layer; factor=1.7 to 2.8, lag=100, settled=600 do"),
+        (dict(ahead=5000), "ahead=5000 must be 1 to 999, the steps"),
+        (dict(ahead=0), "ahead=0 must be 1 to"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            first_heads.started(runs, **how | given)
+
+
 def test_only_confirmed_explosions_count(runs):
     rising = made_up(onset=1400)
     rising.explosion = Explosion(1400, False)

@@ -8,6 +8,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from lowprec import UserError
 from lowprec.evidence import claims
 from lowprec.evidence.registry import pages, parse
 from lowprec.evidence.verdicts import Result
@@ -222,6 +223,13 @@ def test_a_fork_has_nothing_that_only_the_book_renders():
     assert page.cells[-1].source.startswith("<details><summary>Rerun, machine, files</summary>")
     assert not any(":::" in each.source for each in page.cells)
     assert form.unfolded(page.cells[-1].source).strip() == ""
+
+
+def test_a_claim_is_judged_once():
+    again = [verdict("a"), verdict("a"), verdict("a", value=1, shown=True)]
+    page_of(cell("check()", *again))
+    with pytest.raises(UserError, match=r"claim a is judged twice, .*0 of 8\) and refuted"):
+        page_of(cell("check()", *again), cell("check()", verdict("a", value=3, verdict="refuted")))
 
 
 def test_with_parameters_of_ones_own_verdicts_stay_where_they_are():

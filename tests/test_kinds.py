@@ -325,6 +325,17 @@ def test_ticks_of_a_logarithmic_axis_are_plain_numbers():
     assert [t.get_text() for t in ax.get_xticklabels()] == ["0.1", "0.3", "1", "3", "10", "30"]
 
 
+def test_a_short_logarithmic_axis_has_ticks_that_differ():
+    for low, high in ((2.1, 4.9), (1000.5, 1002.5)):
+        fig, ax = plots.subplots()
+        ax.set(xscale="log", xlim=(low, high))
+        labels.log_ticks(ax.xaxis)
+        fig.canvas.draw()
+        ticks = zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
+        words = [label.get_text() for at, label in ticks if low <= at <= high]
+        assert len(set(words)) == len(words) >= 2
+
+
 # Bad input
 
 FRAME = pd.DataFrame({"a": [0.0, 1.0]})
@@ -345,6 +356,7 @@ FRAME = pd.DataFrame({"a": [0.0, 1.0]})
         (lambda: plots.dots(UNITS, "f", "C.", x="up", log=True), "not above 0; leave out log"),
         (lambda: plots.courses({"a": [1, 2]}, "f", "C."), "f: a is no arm, Series or table"),
         (lambda: plots.courses({"to come": NONE}, "f", "C."), "f has nothing to draw"),
+        (lambda: plots.courses({"LOW": LOW}, "f", "C.", window=2000), "of 2000 steps; take window"),
         (lambda: plots.courses({"LOW": LOW}, "f", "C.", colours={"b": ""}), "colours names b, whi"),
         (lambda: plots.courses({"a": FRAME}, "f", "C.", log=True, label="y"), "not above 0; leave"),
         (lambda: plots.courses({"a": FRAME.a}, "f", "C."), "f needs label=, what its y axis"),

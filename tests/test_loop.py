@@ -26,6 +26,13 @@ def test_a_planted_run_differs_by_its_delta_alone():
     assert set(runs["planted"]["watched"].step) == {0, 10}
 
 
+def test_models_are_timed_for_the_table_alone(monkeypatch):
+    monkeypatch.setattr(loop, "run", lambda kind, *_: dict(losses=pd.DataFrame([kind])))
+    monkeypatch.setattr(loop, "seconds", lambda: "timed")
+    assert loop.measure(**loop.PARAMETERS)["seconds"] == "timed"
+    assert len(loop.measure(1, 200, 5.0)["seconds"]) == 3, "as recorded"
+
+
 def told(gaps, ringing, logit=()):
     """`loop.told` of one seed: gaps of the loss by step; steps at which a head rings."""
     watched = pd.DataFrame(dict(step=range(0, len(gaps), 10), share_all=0.0, logit=1.0, seed=3))

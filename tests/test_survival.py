@@ -366,6 +366,16 @@ def test_a_run_that_ends_in_a_rise_counts_neither_way():
     assert counted(low[low.arm == "low"]) == (8, 8)
 
 
+def test_a_run_too_short_to_confirm_a_rise_counts_neither_way():
+    run = SimpleNamespace(explosion=None, info=dict(ended="completed"))
+    for steps, known in ((500, 0), (501, 8)):
+        mine = Arm("a", None, tuple(range(8)), arm("a", [steps] * 8, False).assign(run=run))
+        assert (len(mine.outcomes()), counted(mine.runs)) == (known, (0, known))
+        claim = dict(sentence="-", rule="count of seeds that explode == 0", needs=8)
+        verdict = claims.judge(claim, mine).verdict
+        assert verdict == ("supported" if known else "inconclusive")
+
+
 def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
     rules = {"most": ">= 3", "none": "== 0", "two": "== 2", "few": "<= 1"}
 
@@ -377,7 +387,7 @@ def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
     monkeypatch.setattr(claims, "load", lambda folder=None: registry)
 
     def verdicts(*exploded, by=np.inf):
-        table = pd.DataFrame({"seed": range(len(exploded)), "exploded": exploded, "duration": 70})
+        table = pd.DataFrame({"seed": range(len(exploded)), "exploded": exploded, "duration": 700})
         table["run"] = SimpleNamespace(explosion=None, info=dict(ended="completed"))
         arm = Arm("a", None, (0, 1, 2, 3), table if len(table) else None)
         given = arm if by == np.inf else arm.outcomes(by)
@@ -391,8 +401,8 @@ def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
     assert verdicts(False, False, False) == [no, open_, no, yes]
     assert verdicts(True, True, True) == [yes, no, no, no]
     assert verdicts(True, True, False, False) == [no, no, yes, no]
-    assert verdicts(True, True, False, False, by=70) == [no, no, yes, no]
-    assert verdicts(True, True, False, False, by=69) == [no, yes, no, yes]
+    assert verdicts(True, True, False, False, by=700) == [no, no, yes, no]
+    assert verdicts(True, True, False, False, by=699) == [no, yes, no, yes]
     registry["none"] = claim("none", needs=8)
     assert verdicts(False, False, False, False)[1] == open_  # all that are planned are too few
 

@@ -29,13 +29,14 @@ from lowprec.evidence.locks import alike, lock_path, read_lock, rounded, write_l
 from lowprec.evidence.registry import (
     Claim,
     load,
+    of_fork,
     of_forks,
     pages,
     pages_folder,
     pages_named,
     parse,
-    refuse_shadowed,
     renamed,
+    unchecked,
 )
 from lowprec.evidence.verdicts import Measured, Result
 from lowprec.evidence.words import minus, number
@@ -97,7 +98,7 @@ def _display(results) -> None:
 def _named(id: str, registry: dict[str, Claim], folder: Path | None) -> Claim:
     """The claim of this id: of the book, or else of a fork."""
     if id not in registry:
-        registry = registry | of_forks(folder)
+        registry = registry | of_forks(id, folder)
     if id not in registry:
         close = difflib.get_close_matches(id, registry, n=1)
         hint = f": did you mean {close[0]!r}?" if close else " beside a notebook"
@@ -120,12 +121,12 @@ def _measured(claim: Claim, given) -> tuple[Measured, bool, bool]:
     """(measured, complete, settled) of what a page hands to `check`."""
     if isinstance(given, Measured):
         return given, False, False
-    if given is None:
-        return Measured(None, 0), False, False
     if hasattr(given, "outcomes"):
         return _of_units(claim, _outcomes(claim, given), given.complete)
     if hasattr(given, "items"):
         return _of_units(claim, _units(given), True)
+    if given is None or _are_several(given):  # which `_result` refuses
+        return Measured(given, 0), False, False
     rule = claim.parsed
     if rule.quantifier:
         raise UserError(
@@ -138,6 +139,11 @@ def _measured(claim: Claim, given) -> tuple[Measured, bool, bool]:
             f"{number(given)} with claims.Measured(value, n)"
         )
     return Measured(given, 1), False, False
+
+
+def _are_several(given) -> bool:
+    """Whether it is a list, an array or a text, and no number."""
+    return hasattr(given, "__iter__") and getattr(given, "ndim", 1) > 0
 
 
 def _of_units(claim: Claim, by: dict, complete: bool) -> tuple[Measured, bool, bool]:
@@ -177,6 +183,12 @@ def _outcomes(claim: Claim, arm) -> dict:
 
 
 def _result(claim: Claim, measured: Measured, note=None, complete=False, settled=False) -> Result:
+    if _are_several(measured.value):
+        raise UserError(
+            f"claim {claim.id}: it was given a {type(measured.value).__name__}: hand check one "
+            "number, or a dictionary or a Series with one for each unit, as in "
+            f"check({claim.id.replace('-', '_')}={{'a': 0.25, 'b': 0.5}})"
+        )
     value, n, interval = measured.value, int(measured.n), measured.interval
     value = value.item() if hasattr(value, "item") else value
     if interval is not None:
@@ -260,14 +272,18 @@ def compare(page: str, verdicts: list[dict], facts: dict | None = None,
     what it counts, another fact.
 
     page: its name below notebooks/; a claim of the book is checked on its own page, or in a fork.
+    A fork checks all of its own, none of which is younger than its `registered` says.
     hardware: where it was executed. Elsewhere than the lock says FP32 sums may have another order,
     which a page amplifies as it rounds or trains: verdict, n and the names of facts are compared,
     and neither values nor what facts say; returns the names of those that differ.
     """
     folder = Path(folder or pages_folder())
     of_book = (folder / f"{page}.ipynb").is_file() and not page.startswith(("forks/", "_"))
-    if page.startswith("forks/"):
-        refuse_shadowed(page, folder)
+    checked = {verdict["claim"]["id"] for verdict in verdicts}
+    for claim in of_fork(page, folder) if page.startswith("forks/") else ():
+        if claim.id not in checked:
+            raise UserError(unchecked(claim))
+        _first_judged(claim, folder.parent)
     differ = []
     for result in map(Result.from_dict, verdicts):
         if not result.registered:
@@ -359,11 +375,18 @@ def _first_run(claim: Claim, result: Result, then: dict, root: Path) -> dict:
     """{"first_run": the commit at which a claim was first judged}; {} before, or without git."""
     if "first_run" in then:
         return {"first_run": then["first_run"]}
-    if result.verdict == "not run" or (head := registration.head(root)) is None:
+    if result.verdict == "not run" or (head := _first_judged(claim, root)) is None:
         return {}
-    if fault := registration.fault(claim, head, root):
-        raise UserError(f"claim {claim.id}: {fault}")
     return {"first_run": head}
+
+
+def _first_judged(claim: Claim, root: Path) -> str | None:
+    """The commit at which a claim is judged now, None without git; raises `UserError` if its rule
+    is younger than its `registered` says."""
+    head = registration.head(root)
+    if head and (fault := registration.fault(claim, head, root)):
+        raise UserError(f"claim {claim.id}: {fault}")
+    return head
 
 
 def _changes(then: dict, now: dict) -> list[str]:

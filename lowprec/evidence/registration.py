@@ -104,8 +104,11 @@ def _rules_of(root: Path, blob: str) -> dict[str, tuple]:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    entries = yaml.load(_git(root, "cat-file", "blob", blob) or "", loader) or []
-    return {entry["id"]: _comparison(entry) for entry in entries}
+    try:
+        entries = yaml.load(_git(root, "cat-file", "blob", blob) or "", loader) or []
+        return {entry["id"]: _comparison(entry) for entry in entries}
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError):  # a fork's that was broken then
+        return {}
 
 
 def _comparison(entry: dict) -> tuple | None:

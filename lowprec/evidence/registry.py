@@ -11,7 +11,7 @@ headline    1 to 10, its place among README's findings, with
 words       the line there; {count}, {value} and {n} are filled in
 registered  the commit that first had the rule, before any measurement that judges it; without
             one the claim is exploratory, found in the very data that judge it
-source      who says it: a key of references.bib; without one, this book
+source      who says it: a key of references.bib; without one, this book or fork
 tests       which of the source's statements: an id of book/statements.yml
 gloss       a sentence for readers of that statement, where the verdict alone misleads
 threats     why to doubt it, most first: words of book/threats.md; none for plain arithmetic
@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import re
 import string
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ HEADLINES = range(1, 11)
 LABORATORY = "laboratory"
 """The folder of the pages with what a main page leaves out."""
 TEMPLATE = "_template.claims.yml"
+RUNNING = "JPY_SESSION_NAME"
+"""The variable in which Jupyter tells a kernel the path of its notebook."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ class Claim:
 
     def sourced(self, source: str | None) -> str:
         """Whose the sentence is. One that needs a gloss is not its source's own."""
-        return f"{'Tests a statement of' if self.gloss else 'Source:'} {source or 'this book'}"
+        source = source or ("this book" if self.page else "this fork")
+        return f"{'Tests a statement of' if self.gloss else 'Source:'} {source}"
 
     def verdict_on(self, value, n: int, interval=None, complete: bool = False,
                    settled: bool = False) -> str:  # fmt: skip
@@ -243,27 +247,42 @@ def load(folder: Path | None = None) -> dict[str, Claim]:
     return _joined([names[name] for name in in_order(names, folder.parent)], folder)
 
 
-def of_forks(folder: Path | None = None) -> dict[str, Claim]:
-    """The claims beside forks and those of the template, by id; none of them is the book's, so
-    `page` is empty. A copy of the template has its ids too, and comes before it.
+def of_forks(id: str, folder: Path | None = None) -> dict[str, Claim]:
+    """The claims of the fork that runs, by id; none of them is the book's, so `page` is empty.
 
+    Jupyter tells a kernel which notebook it runs, and so does `notebook.execute`. Where nobody does
+    they are those of the template and of all forks that name an id; a fork comes before it.
     Raises `UserError` as `load` does, but not for a claim that several forks have word for word.
     """
     folder = Path(folder or pages_folder())
-    files = [folder / TEMPLATE] if (folder / TEMPLATE).is_file() else []
+    files = [*folder.glob(TEMPLATE), *sorted(folder.glob("forks/**/*.claims.yml"))]
+    running = os.path.realpath(os.environ.get(RUNNING, "")).removesuffix(".ipynb")
+    own = [path for path in files if os.path.realpath(path) == f"{running}.claims.yml"]
     found: dict[str, Claim] = {}
-    for path in sorted(folder.glob("forks/**/*.claims.yml")):
-        for id, claim in _joined([path], folder).items():
-            _refuse_another(claim, found.setdefault(id, claim))
-    return {id: _anywhere(claim) for id, claim in (_joined(files, folder) | found).items()}
+    for path in own or [path for path in files if id in path.read_text(errors="replace")]:
+        for claim in _joined([path], folder).values():
+            first = found.get(claim.id, claim)
+            _refuse_another(claim, claim if first.page.startswith("_") else first)
+            found[claim.id] = claim
+    return {id: _anywhere(claim) for id, claim in found.items()}
 
 
-def refuse_shadowed(page: str, folder: Path) -> None:
-    """Raise `UserError` if a fork has a rule of its own for an id of the book, by whose it would be
-    judged in silence. page: its name below folder."""
+def of_fork(page: str, folder: Path) -> list[Claim]:
+    """The claims beside a fork. page: its name below folder. Raises `UserError` if it has a rule of
+    its own for an id of the book, by whose it would be judged in silence."""
     path, book = folder / f"{page}.claims.yml", load(folder)
-    for id, claim in _joined([path] if path.is_file() else [], folder).items():
-        _refuse_another(claim, book.get(id, claim))
+    claims = list(_joined([path] if path.is_file() else [], folder).values())
+    for claim in claims:
+        _refuse_another(claim, book.get(claim.id, claim))
+    return claims
+
+
+def unchecked(claim: Claim) -> str:
+    """What to say of a claim that its page does not check."""
+    return (
+        f"claim {claim.id} stands in {claim.page}.claims.yml and the notebook does not check it: "
+        "call claims.check there, or take it out"
+    )
 
 
 def _anywhere(claim: Claim) -> Claim:

@@ -19,6 +19,7 @@ import pandas as pd
 import scipy
 
 from lowprec import UserError
+from lowprec.records.explosion import PATIENCE
 from lowprec.records.runs import campaign_folder, load_runs, require_arms, run_paths
 from lowprec.training.plan import load_campaign
 
@@ -55,7 +56,7 @@ class Arm:
 
     @property
     def rising(self) -> int:
-        """How many of its runs ended with a rise that nothing confirms, see `counted`."""
+        """Of how many of its runs it is not known whether they exploded, see `counted`."""
         return self.n - counted(self.runs)[1] if self.n else 0
 
     @property
@@ -95,7 +96,8 @@ def counted(runs: pd.DataFrame, by: float = np.inf) -> tuple[int, int]:
     """How many of these runs exploded by a step, and of how many it is known whether they did.
 
     runs: rows of `load_runs`. It is not known of a run that ended by that step with a rise which
-    nothing confirms: it is censored at its onset. Nor of one that its loss scale ended.
+    nothing confirms: it is censored at its onset. Nor of one that its loss scale ended, or that is
+    too short to confirm a rise.
     """
     return int(_exploded(runs, by).sum()), len(runs) - int(_open_by(runs, by).sum())
 
@@ -105,9 +107,11 @@ def _exploded(runs: pd.DataFrame, by: float) -> pd.Series:
 
 
 def _open_by(runs: pd.DataFrame, by: float) -> pd.Series:
-    """Which runs ended by a step with a rise that nothing confirms, or before all their steps."""
+    """Which runs ended by a step with a rise that nothing confirms, before all their steps, or
+    before a rise could be confirmed."""
     broke_off = runs.run.map(lambda r: r.explosion is not None or r.info["ended"] != "completed")
-    return ~runs.exploded.astype(bool) & broke_off & (runs.duration <= by)
+    unsure = broke_off | (runs.duration <= PATIENCE)
+    return ~runs.exploded.astype(bool) & unsure & (runs.duration <= by)
 
 
 def exploded_of(*arms: Arm) -> str:

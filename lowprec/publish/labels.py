@@ -6,7 +6,7 @@ from itertools import permutations
 from textwrap import fill
 
 import numpy as np
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from scipy import ndimage
 
 from lowprec import UserError
@@ -144,14 +144,15 @@ def _cells(lines, box, cell: int, shape) -> np.ndarray:
 
 
 def log_ticks(axis) -> None:
-    """Plain numbers at 1 and 3, or 1, 2 and 5, of each decade of a logarithmic axis."""
+    """Plain numbers at 1 and 3, or 1, 2 and 5, of each decade of a logarithmic axis; where these
+    are fewer than two, some others."""
     low, high = sorted(axis.get_view_interval())
     decades = np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
     few = np.log10(high / low)
     steps = (1, 2, 5) if few < 1.3 else (1, 3) if few < 3 else (1,)
     ticks = [t for d in decades for s in steps if low <= (t := float(f"{s}e{int(d)}")) <= high]
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_major_formatter(lambda value, _: number(float(f"{value:.3g}")))
+    axis.set_major_locator(FixedLocator(ticks) if len(ticks) > 1 else MaxNLocator(4))
+    axis.set_major_formatter(lambda value, _: number(float(f"{value:.10g}"), True))
     axis.set_minor_locator(NullLocator())
 
 

@@ -41,6 +41,9 @@ def courses(
     fig, ax = subplots(figsize=(WIDE, 3.9))
     told, table = draw_courses(ax, lines, **how)
     lacking = "has nothing to draw: no line has a finite number" if table.empty else ""
+    steps = max((len(run.metrics) for arm in arms for run in arm.by_seed.values()), default=0)
+    if lacking and not how.get("measure") and 0 < steps < (window := how.get("window", WINDOW)):
+        lacking += f" in means of {window} steps; take window= of at most {steps}, the longest run"
     if how.get("log") and (table <= 0).any(axis=None):
         lacking = "has numbers not above 0; leave out log=True"
     if lacking:

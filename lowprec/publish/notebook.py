@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lowprec import UserError
-from lowprec.evidence.registry import LABORATORY, renamed
+from lowprec.evidence.registry import LABORATORY, RUNNING, renamed
 from lowprec.evidence.words import CLAIM_MIME, FACTS_MIME, FIGURE_MIME, PROFILES
 from lowprec.publish import facts, form
 from lowprec.records import reads
@@ -235,13 +235,14 @@ def _check_paths(source: Path, output: Path) -> None:
 
 
 def _run(source: Path, values: dict, scratch: Path, root: Path):
-    """What papermill returns; what the kernel reads is recorded in the file `reads` of scratch."""
+    """What papermill returns; the kernel records what it reads in the file `reads` of scratch."""
     import papermill
     from papermill.exceptions import PapermillExecutionError
     from traitlets.config import Config
 
     first = "from lowprec.records import reads; "
-    first += f"reads.record({str(scratch / 'reads')!r}, {str(root)!r})"
+    first += f"reads.record({str(scratch / 'reads')!r}, {str(root)!r}); "
+    first += f"reads.os.environ[{RUNNING!r}] = {str(source.resolve())!r}"
     config = Config(
         # Kernels talk through files of their own: two that start at once cannot take one port.
         KernelManager={"transport": "ipc", "ip": f"{scratch}/kernel"},
@@ -346,12 +347,19 @@ def as_page(
 
 
 def _fill(nb, about: dict) -> None:
-    """Put facts and the fields of claims into the Markdown cells."""
+    """Put facts and the fields of claims into the Markdown cells; raises `UserError` for a claim
+    with two verdicts."""
     from lowprec.evidence.verdicts import Result
     from lowprec.records.files import repo_root
 
     page, used = about["notebook"], set()
-    results = {v["claim"]["id"]: Result.from_dict(v) for v in about["verdicts"]}
+    found = [Result.from_dict(verdict) for verdict in about["verdicts"]]
+    results = {r.claim.id: r for r in sorted(found, key=lambda r: not r.shown)}
+    for one in found:
+        if (other := results[one.claim.id]) != one and not one.shown:
+            first, second = (f"{r.verdict} ({r.measured()})" for r in (one, other))
+            raise UserError(f"{page}: claim {one.claim.id} is judged twice, {first} and {second}: "
+                            "take one out, or give it an id of its own")  # fmt: skip
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             cell.source, names = facts.fill(cell.source, about["facts"], results, page)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from lowprec import UserError
 from lowprec.evidence import claims
-from lowprec.evidence.registry import Claim, in_order, pages
+from lowprec.evidence.registry import Claim, in_order, pages, unchecked
 from lowprec.evidence.verdicts import VERDICTS, Result, threat_links
 from lowprec.evidence.words import FIGURE_MIME
 from lowprec.publish import addresses, facts, form, statements
@@ -178,10 +178,7 @@ def check_coverage(registry, executed, sources: Path) -> dict[str, Result]:
                     f"README.md is renewed; for the pages, notebook {claim.page} was not "
                     "executed: run `make book`"
                 )
-            raise UserError(
-                f"claim {claim.id} stands in {claim.page}.claims.yml and the notebook does not "
-                f"check it: call claims.check there, or take it out"
-            )
+            raise UserError(unchecked(claim))
     return results
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import logging
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,7 +37,12 @@ def recorded(study: str, **parameters) -> dict[str, pd.DataFrame]:
 
 def tables(study: str, measure: Callable, **parameters) -> dict[str, pd.DataFrame]:
     """The tables that `measure(**parameters)` returns, by name: as recorded, or measured now."""
-    return recorded(study, **parameters) or measure(**parameters)
+    if found := recorded(study, **parameters):
+        return found
+    given = ", ".join(f"{name}={value}" for name, value in parameters.items())
+    print(line := f"no table has {study}({given}): measuring it now takes a minute or several")
+    logging.getLogger("IPKernelApp").warning(line)  # at once; papermill keeps prints to the end
+    return measure(**parameters)
 
 
 def record(folder: Path, measure: Callable, **parameters) -> list[Path]:

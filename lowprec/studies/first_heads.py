@@ -59,6 +59,24 @@ def firsts(runs: Mapping, **how) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
+def started(runs: Mapping, ahead: int, **how) -> pd.DataFrame:
+    """`firsts` of runs by (arm, seed), as its page takes them.
+
+    Raises `UserError` unless each run first takes off in the layer, and for an `ahead` that in no
+    run of some arm lies between its start and `lag` steps before the take-off.
+    """
+    found = firsts(runs, **how)
+    if len(found) < len(runs) or (found.layer != LAYER).any():
+        raise UserError(
+            f"with {', '.join(f'{name}={value:g}' for name, value in how.items())} not every run "
+            "has its first take-off in the second layer; factor=1.7 to 2.8, lag=100, settled=600 do"
+        )
+    most = (found.step - how["lag"]).groupby(level=0).max().min()
+    if not 1 <= ahead <= most:
+        raise UserError(f"ahead={ahead} must be 1 to {most:,}, the steps before the take-offs")
+    return found
+
+
 def until_onset(arm, **how) -> pd.DataFrame:
     """Steps from the take-off of each head of the layer to the onset: a row a seed, a column a
     head, NaN for one that does not take off. arm: `survival.Arm`."""

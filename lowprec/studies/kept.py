@@ -61,7 +61,7 @@ def models(folder, tokens, sequences: int, device: str, **changes) -> Iterator[t
         )
     for run, step in found:
         if run.info["data_sha256"] != tokens.sha256:
-            raise UserError(f"{run.name} was trained on other tokens than {tokens.name}")
+            raise UserError(f"{run.name} has other tokens than {tokens.name}: name them (--data)")
         config = dataclasses.replace(TrainConfig(**run.info["config"]), **changes)
         model = GPT(dataclasses.replace(config.model(), vocab_size=tokens.vocab_size)).to(device)
         model.load_state_dict(load(run, step, device))

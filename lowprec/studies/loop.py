@@ -100,10 +100,12 @@ def run(kind: str, seed: int, steps: int, bias: float) -> dict[str, pd.DataFrame
 
 
 def measure(seeds: int, steps: int, bias: float) -> dict[str, pd.DataFrame]:
-    """`losses` and `watched` of all runs, and `seconds`."""
+    """`losses` and `watched` of all runs, and `seconds`: timed for PARAMETERS, else as recorded."""
     parts = [run(kind, seed, steps, bias) for seed in range(seeds) for kind in KINDS]
     tables = {name: pd.concat([p[name] for p in parts], ignore_index=True) for name in parts[0]}
-    return tables | dict(seconds=seconds())
+    page = PARAMETERS == dict(seeds=seeds, steps=steps, bias=bias)
+    timed = seconds() if page else dated.recorded("loop", **PARAMETERS)["seconds"]
+    return tables | dict(seconds=timed)
 
 
 def first(flags: pd.Series) -> float:
