@@ -16,6 +16,7 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 RUNS = DATA / "runs"
 UNDER_WAY = ("paper_again",)
 APART = ("windows", "pairs", *UNDER_WAY)
+OF_KERNELS = ("test_kernel", "test_shared_keys", "test_compile")
 
 torch.set_num_threads(1)
 # As `lowprec.publish.notebook.main` does: jsonschema would build a grammar of web addresses from
@@ -26,6 +27,20 @@ sys.modules.setdefault("rfc3987_syntax", None)
 def pytest_configure():
     if os.environ.get("LOWPREC_GPU_TESTS") and not torch.cuda.is_available():
         pytest.exit("the tests of the kernels need an NVIDIA GPU and there is none", returncode=2)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
+def pytest_collection_modifyitems(items):
+    """Of many cases that a test of kernels has on a CPU every third is quick, the others slow."""
+    asked = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if item.path.name.startswith(OF_KERNELS) and not marks & {"gpu", "slow"}:
+            asked.setdefault(item.function, []).append(item)
+    for cases in asked.values():
+        for i, case in enumerate(cases if len(cases) > 5 else ()):
+            if i % 3:
+                case.add_marker(pytest.mark.slow)
 
 
 def family(name, shape=(1, 2, 96, 64), seed=0, dtype=torch.bfloat16, device="cpu"):

@@ -187,6 +187,7 @@ def test_ctrl_c_stops_the_runs(file, number):
         campaign.run_one(campaign.load_campaign(file)[0].spec())
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_from_its_checkpoint(file):
     file.write_text(ONE_RUN.replace("STEPS", "80, checkpoint_every: 10"))
     parent = command(file)

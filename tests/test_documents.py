@@ -290,7 +290,10 @@ def test_icons_that_no_page_shows_are_left_out(tmp_path):
 KERNEL = {"name": "python3", "display_name": "Python 3"}
 
 
-@pytest.mark.parametrize("address", ["", "https://github.com/someone/lowprec"])
+@pytest.mark.parametrize(
+    "address",
+    ["", pytest.param("https://github.com/someone/lowprec", marks=pytest.mark.slow)],
+)
 def test_a_page_opens_its_notebook_where_the_repository_is_public(tmp_path, address):
     """A book of the real settings and four pages, two of a folder, that have a title each."""
     book_folder, every = tmp_path / "book", sorted(registry.pages(ROOT / "notebooks"))

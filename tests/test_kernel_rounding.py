@@ -385,13 +385,13 @@ SPILLS = {
 }  # fmt: skip
 """Bytes a thread of the kernel that spills most. sm_90's blocks were chosen by time; elsewhere only
 float32 inputs spill, with heads above 64."""
-QUICK = [(80, 128, "SAFE", "shared keys")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture,d,policy,how",
     [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        case
         for case in itertools.product(
             (80, 86, 89, 90, 100, 120), (64, 128, 256), ("FA2", "SAFE", "LOW", "ALL_FP32"), HOW
         )

@@ -762,6 +762,7 @@ def _fails_during_a_sum(rank, port, folder):
         train(small(), folder)
 
 
+@pytest.mark.slow
 def test_processes_that_fail_leave_at_once(tmp_path, server):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
