@@ -48,7 +48,7 @@ def test_how_much_later_runs_explode_than_those_with_their_seed():
         runs = [run(int(name[1:]), onset) for name, onset in onsets.items()]
         table = pd.DataFrame({"seed": [r.seed for r in runs], "run": runs})
         table["exploded"] = [r.explosion is not None for r in runs]
-        table["duration"] = [onset or 400 for onset in onsets.values()]
+        table["duration"] = [onset or 700 for onset in onsets.values()]
         for r in runs:
             r.info["ended"] = "explosion" if r.explosion else "completed"
         return Arm("a", None, planned, table if len(table) else None)
@@ -59,7 +59,7 @@ def test_how_much_later_runs_explode_than_those_with_their_seed():
     assert twins.later(arm((0, 1)), base) is None
     assert twins.later(arm((0, 1), s0=None), base) is None  # another may come
     assert twins.later(arm((0,), s0=None), base) == {}
-    rise = arm((0, 1), s0=390, s1=100)
+    rise = arm((0, 1), s0=690, s1=100)
     rise.runs.loc[0, "exploded"] = False  # what followed the rise is not recorded
     assert twins.later(rise, base) == {1: -50}
     assert twins.sooner(rise, base).to_dict() == {1: True}
