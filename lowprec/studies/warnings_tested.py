@@ -155,7 +155,8 @@ def rings(table: pd.DataFrame, signal: str, level: float, clock: int = 200) -> n
     here = np.arange(len(above))
     before = np.maximum.accumulate(np.where(above, here, -len(above) - REST))
     before = np.concatenate([[-len(above) - REST], before[:-1]])
-    start = here - table.groupby("of").cumcount().to_numpy()
+    of = table["of"].to_numpy()
+    start = np.maximum.accumulate(np.where(np.diff(of, prepend=of[:1] - 1), here, 0))
     return above & ((before < start) | (here - before > REST // clock))
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import typing
 from dataclasses import dataclass, field
+from functools import cache
 
 from lowprec import UserError
 from lowprec.training import galore
@@ -131,7 +132,7 @@ class TrainConfig:
     first 96 singular directions, chosen every 200 steps, times 0.25"""
 
     def __post_init__(self):
-        kinds = typing.get_type_hints(TrainConfig)
+        kinds = _kinds()
         for one in dataclasses.fields(self):
             if not is_a(value := getattr(self, one.name), kinds[one.name]):
                 words = " or ".join(WORDS.get(kind, kind) for kind in one.type.split(" | "))
@@ -230,6 +231,12 @@ WORDS = {
     "dict[str, str]": "policies by layer, as {1: LOW}", "tuple[int, int]": "two steps, as [2, 5]",
     "tuple[int, ...]": "a list of whole numbers, as [2, 5]",
 }  # fmt: skip
+
+
+@cache
+def _kinds() -> dict:
+    """The type of each field."""
+    return typing.get_type_hints(TrainConfig)
 
 
 def is_a(value, kind) -> bool:
