@@ -249,7 +249,8 @@ def _run(source: Path, values: dict, scratch: Path, root: Path):
         KernelManager={"transport": "ipc", "ip": f"{scratch}/kernel"},
         NotebookClient={
             "extra_arguments": [f"--IPKernelApp.exec_lines={first}"],
-            "shutdown_kernel": "immediate",  # two seconds sooner; all that it writes is written
+            # Two seconds sooner. Trainings are left the time to stop their processes.
+            "shutdown_kernel": "graceful" if values["profile"] == "gpu" else "immediate",
         },
     )
     try:

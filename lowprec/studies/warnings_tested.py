@@ -155,8 +155,7 @@ def rings(table: pd.DataFrame, signal: str, level: float, clock: int = 200) -> n
     here = np.arange(len(above))
     before = np.maximum.accumulate(np.where(above, here, -len(above) - REST))
     before = np.concatenate([[-len(above) - REST], before[:-1]])
-    of = table["of"].to_numpy()
-    start = np.maximum.accumulate(np.where(np.diff(of, prepend=of[:1] - 1), here, 0))
+    start = np.maximum.accumulate(np.where(table["of"].duplicated(), 0, here))
     return above & ((before < start) | (here - before > REST // clock))
 
 
