@@ -216,6 +216,16 @@ def test_without_an_observation_a_claim_is_not_run(folder):
     assert "not recorded yet" in result.markdown()
 
 
+def test_without_n_a_value_speaks_for_itself_or_is_asked_for_n(folder):
+    notebooks = folder(ENTRY, {**ENTRY, "id": "one", "needs": 1})
+    assert claims.check("one", -0.5, folder=notebooks).verdict == "supported"
+    assert claims.check("bias", claims.Measured(-0.5, 8), folder=notebooks).verdict == "supported"
+    with pytest.raises(UserError, match="claim bias: it needs 8 sums: say how many"):
+        claims.check("bias", -0.5, folder=notebooks)
+    with pytest.raises(UserError, match="claim bias: interval, complete and settled take n"):
+        claims.check("bias", -0.5, interval=(-1, 0), folder=notebooks)
+
+
 @pytest.mark.parametrize("n, words", [(0, "not recorded yet"), (5, "not yet, 5 of 8 recorded")])
 def test_a_claim_whose_runs_are_to_come_has_no_verdict(folder, n, words):
     result = claims.check("bias", None, n, folder=folder(ENTRY))

@@ -66,7 +66,8 @@ def check(
     `lowprec.evidence.survival` for a rule that counts runs or seeds; `Measured`; or one number, for
     a rule without a quantifier that needs one unit. Returns the results, in the order given.
 
-    claims.check("the-id", value, n) judges one claim by its number and returns its result.
+    claims.check("the-id", value, n) judges one claim by its number and returns its result; without
+    n the value is taken as above.
     interval: (low, high) of the value, inconclusive when a limit lies inside. note: a sentence
     shown below. complete: every run that the claim asks for is recorded; one that finds nothing to
     measure in them is then inconclusive and no longer not run. settled: no unit that is still to
@@ -80,7 +81,11 @@ def check(
     registry = load(folder)
     if id is not None:
         claim = _named(id, registry, folder)
-        return _result(claim, Measured(value, n, interval), note, complete, settled)
+        if n is not None:
+            return _result(claim, Measured(value, n, interval), note, complete, settled)
+        if interval is None and not (complete or settled):
+            return _judged(claim, value, note)
+        raise UserError(f"claim {id}: interval, complete and settled take n: check(id, value, n)")
     if n is not None or interval is not None or complete or settled:
         raise UserError("n, interval, complete and settled go with one id, check('the-id', …)")
     results = Results(_judged(_named(name.replace("_", "-"), registry, folder), given, note)
