@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
-from lowprec.attention import PROBE_COLUMNS, attention, operator
+from lowprec.attention import PROBE_COLUMNS, attention, operator, trace
 from lowprec.attention.drop_in import sdpa
+from lowprec.attention.masks import Mask, Scores
 from lowprec.attention.operator import resolve_impl, that_runs
 from lowprec.attention.ops import flash_backward
 from lowprec.attention.reference import emulate, oracle
@@ -73,6 +74,19 @@ def test_probe_gradient_is_the_sum_over_rows_and_accumulates(impl):
     torch.testing.assert_close(probe.grad, wanted.float(), rtol=1e-2, atol=1e-2)
     run(inputs, LOW, probe=probe, impl=impl)
     torch.testing.assert_close(probe.grad, 2 * wanted.float(), rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([100.0])])
+def test_the_oracle_counts_ties_as_the_emulation_does(sinks):
+    q, k, v, do = (x[..., :4, :] for x in family("normal", (1, 1, 8, 16)))
+    dense = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    dense[..., 2, :] = False  # sees no key
+    ties = [
+        trace(q, k, v, do, "ALL_FP32", impl=i, mask=Mask(dense=dense), scores=Scores(sinks=sinks))
+        .ties.tolist()
+        for i in ("oracle", "emulate")
+    ]  # fmt: skip
+    assert ties[0] == ties[1] == [[[1, 1, 0, 1]]]
 
 
 def test_the_output_of_pytorch_with_our_backward():

@@ -91,6 +91,14 @@ def test_over_the_healthy_run_at_the_last_common_probe():
         over_healthy(made_up(onset=20), made_up())
 
 
+def test_a_sum_of_what_one_probe_lacks_is_unknown():
+    run = made_up()
+    run.probes.loc[(run.probes.step == 149) & (run.probes["head"] == 2), "delta_abs"] = np.nan
+    table = sums(run, 99, 199)
+    assert np.isnan(table.delta_abs[1, 2]) and table.delta_bias[1, 2] == 2
+    assert table.delta_abs[1, 0] == 4
+
+
 def test_sums_leave_the_first_step_out():
     table = sums(made_up(), 99, 199)
     assert table.loc[(1, 2)].tolist() == [2, 4, 4, 20] and table.delta_bias[1, 0] == -2

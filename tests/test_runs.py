@@ -4,6 +4,7 @@ import ast
 import contextlib
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -419,6 +420,8 @@ def test_of_a_run_that_goes_on_no_step_beyond_its_record_is_read(folder):
 def test_the_final_loss_is_the_mean_of_the_last_500(folder):
     run = load_run(folder)
     assert run.final_loss == pytest.approx(run.metrics.loss.to_numpy()[-500:].mean(), rel=1e-6)
+    run.metrics.loc[run.metrics.index[-1], "loss"] = math.nan
+    assert math.isnan(run.final_loss)
 
 
 def test_metrics_with_a_step_too_many_are_named(folder):

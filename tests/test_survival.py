@@ -159,6 +159,14 @@ def test_fisher_is_the_count_over_all_splits():
     assert table.exploded.tolist() == [8, 0] and np.isnan(table.p[0])
 
 
+def test_no_explosion_counts_in_a_step_that_one_arm_did_not_make():
+    base, other = LOW.assign(duration=6500), FIXED.assign(duration=6500)  # which has no step 6,500
+    row = compare_arms(pd.concat([base, other]), "low").iloc[1]
+    assert (row.horizon, row.p, row.verdict) == (6500, 1.0, "not seen in 8")
+    row = compare_arms(pd.concat([base, other.assign(duration=6501)]), "low").iloc[1]
+    assert row.verdict == "prevents"
+
+
 def test_prevents_needs_eight_seeds_and_a_base_that_explodes():
     def verdict(base, other):
         return compare_arms(pd.concat([base, other]), "low").verdict[1]
@@ -194,7 +202,7 @@ def test_an_arm_that_was_not_followed_long_enough_prevents_nothing():
     assert row.p_holm == pytest.approx(scipy.stats.fisher_exact([[6, 2], [0, 8]]).pvalue)
     assert row.p_holm < 0.05
     assert row.verdict == "not seen in 8", "only 6 of 8 had, the others later"
-    for last, verdict in ((2699, "not seen in 8"), (2700, "prevents")):
+    for last, verdict in ((2700, "not seen in 8"), (2701, "prevents")):
         row = compare_arms(pd.concat([LOW, FIXED.assign(duration=last)]), "low").iloc[1]
         assert row.verdict == verdict, "the seventh exploded in step 2,700"
 
@@ -376,6 +384,16 @@ def test_a_run_too_short_to_confirm_a_rise_counts_neither_way():
         assert verdict == ("supported" if known else "inconclusive")
 
 
+def test_what_lies_beyond_the_end_of_a_run_is_not_known():
+    low = load_arms("mini")["low"]  # all of these explode
+    healthy = load_arms("mini")["o_fp32"]
+    steps = int(healthy.runs.duration.max())
+    assert not healthy.outcomes(steps).empty and healthy.outcomes(steps + 1).empty
+    assert counted(healthy.runs, steps + 1) == (0, 0)
+    assert len(low.outcomes(steps + 1)) == low.n and not low.outcomes(1000).any()
+    assert low.only(iter(low.seeds[:3])).seeds == low.seeds[:3]
+
+
 def test_an_arm_is_judged_once_the_seeds_to_come_cannot_change_it(monkeypatch):
     rules = {"most": ">= 3", "none": "== 0", "two": "== 2", "few": "<= 1"}
 
@@ -443,4 +461,4 @@ def test_a_run_that_ends_in_a_rise_is_known_until_the_step_before():
     base = runs_of("low", [(2700, True)] * 8, True)
     other = runs_of("x", [(2700, True)] + [(7000, None)] * 8, False)
     row = compare_arms(pd.concat([base, other]), "low").iloc[1]
-    assert row.horizon == 2699 and row.p == 1
+    assert row.horizon == 2700 and row.p == 1

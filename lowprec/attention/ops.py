@@ -41,7 +41,8 @@ def eager(q, k, v, do, policy, mask, scores, dropout, tile, impl, seed):
     if impl == "emulate":
         return emulate(q, k, v, policy, tile, do, seed=seed, **how)
     t = oracle(q, k, v, do=do, seed=seed, **how)
-    t.o_fp32, t.ties = t.o, (t.s == t.m[..., None]).sum(-1)
+    seen = mask.seen(q.shape[2], k.shape[2], q.device)
+    t.o_fp32, t.ties = t.o, ((t.s == t.s.amax(-1, keepdim=True)) & seen).sum(-1)
     if do is not None:
         t.delta_o = t.delta_ref = t.delta
     return t

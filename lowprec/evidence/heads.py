@@ -99,10 +99,10 @@ def picked_for(capture, errors: pd.DataFrame) -> int:
 
 
 def sums(run, after: int, until: int) -> pd.DataFrame:
-    """Sums over the steps from `after`, left out, to `until`, by (layer, head).
+    """Sums over the steps from `after`, left out, to `until`, both of a probe, by (layer, head).
 
     Columns delta_bias = Σ(delta_o - delta_ref), delta_abs = Σ|delta_o - delta_ref|, tied_rows,
-    rows. Raises `UserError` if no probe lies between.
+    rows; NaN where a probe has no number. Raises `UserError` if no probe lies between.
     """
     found = summed(run.probes, after, until, SUMS)
     if found.empty:
@@ -113,7 +113,7 @@ def sums(run, after: int, until: int) -> pd.DataFrame:
 def summed(probes: pd.DataFrame, after: int, until: int, columns: list[str]) -> pd.DataFrame:
     """Some columns of a run's probes as `sums` adds them; empty if no probe lies between."""
     chosen = probes[probes.step.between(after, until, inclusive="right")]
-    return chosen.groupby(HEAD)[columns].sum()
+    return chosen.groupby(HEAD)[columns].sum(min_count=chosen.step.nunique())
 
 
 def agreement(ours: dict, theirs: dict, count: int = 6) -> tuple[int, int, float]:

@@ -71,7 +71,8 @@ class Arm:
 
     def only(self, seeds) -> Arm:
         """The arm with some of its seeds alone, those that it plans."""
-        seeds = tuple(seed for seed in self.seeds if seed in set(seeds))
+        wanted = set(seeds)
+        seeds = tuple(seed for seed in self.seeds if seed in wanted)
         runs = self.runs[self.runs.seed.isin(seeds)] if self.n else None
         return replace(self, seeds=seeds, runs=None if runs is None or runs.empty else runs)
 
@@ -96,8 +97,8 @@ def counted(runs: pd.DataFrame, by: float = np.inf) -> tuple[int, int]:
     """How many of these runs exploded by a step, and of how many it is known whether they did.
 
     runs: rows of `load_runs`. It is not known of a run that ended by that step with a rise which
-    nothing confirms: it is censored at its onset. Nor of one that its loss scale ended, or that is
-    too short to confirm a rise.
+    nothing confirms: it is censored at its onset. Nor of one that its loss scale ended, that is too
+    short to confirm a rise, or that has fewer steps than asked for.
     """
     return int(_exploded(runs, by).sum()), len(runs) - int(_open_by(runs, by).sum())
 
@@ -107,11 +108,12 @@ def _exploded(runs: pd.DataFrame, by: float) -> pd.Series:
 
 
 def _open_by(runs: pd.DataFrame, by: float) -> pd.Series:
-    """Which runs ended by a step with a rise that nothing confirms, before all their steps, or
-    before a rise could be confirmed."""
+    """Which runs ended by a step with a rise that nothing confirms, before all their steps, before
+    a rise could be confirmed, or before that step."""
     broke_off = runs.run.map(lambda r: r.explosion is not None or r.info["ended"] != "completed")
     unsure = broke_off | (runs.duration <= PATIENCE)
-    return ~runs.exploded.astype(bool) & unsure & (runs.duration <= by)
+    short = (runs.duration < by) & np.isfinite(by)
+    return ~runs.exploded.astype(bool) & (short | unsure & (runs.duration <= by))
 
 
 def exploded_of(*arms: Arm) -> str:
@@ -199,7 +201,7 @@ def compare_arms(table: pd.DataFrame, base: str, others=None, test: str = "fishe
 
     table: one row a run, of `lowprec.records.runs.load_runs`. others: the arms to compare, all by
     default; they are what Holm's correction counts, so name them before looking. test: "fisher",
-    exact, of the numbers that exploded by `horizon`, the last step to which every run of both arms
+    exact, of the numbers that exploded within `horizon`, the steps in which every run of both arms
     that did not explode was followed; "logrank", of the times, which relies on large n;
     "permutation", exact, of the same statistic over all ways to deal the runs to the two arms
     (beyond 20,000 ways, so many drawn). Two-sided; seeds count as independent samples of each arm.
@@ -302,29 +304,28 @@ def _summary(group: pd.DataFrame) -> dict:
 
 
 def _horizon(*groups: pd.DataFrame) -> int:
-    """The last step by which it is known of every run whether it had exploded."""
+    """The first steps, so many, in which it is known of every run whether it exploded."""
     runs = pd.concat(groups)
-    open_end = _open_by(runs, np.inf) if "run" in runs else 0  # known until the step before
-    censored = (runs.duration - open_end)[~runs.exploded.astype(bool)]
-    return int(censored.min() if len(censored) else runs.duration.max())
+    censored = runs.duration[~runs.exploded.astype(bool)]
+    return int(censored.min() if len(censored) else runs.duration.max() + 1)
 
 
-def _exploded_by(group: pd.DataFrame, step: int) -> int:
-    return int((group.exploded.astype(bool) & (group.duration <= step)).sum())
+def _exploded_within(group: pd.DataFrame, steps: int) -> int:
+    return int((group.exploded.astype(bool) & (group.duration < steps)).sum())
 
 
 def _p_value(base: pd.DataFrame, other: pd.DataFrame, test: str) -> float:
     if test == "logrank":
         known = min(base.duration.max(), other.duration.max())  # by then both have runs to lose
-        if not any(_exploded_by(group, known) for group in (base, other)):
+        if not any(_exploded_within(group, known + 1) for group in (base, other)):
             return 1.0
         with np.errstate(invalid="ignore"):  # 0/0: they all exploded at once
             p = scipy.stats.logrank(_times(base), _times(other)).pvalue
         return 1.0 if np.isnan(p) else float(p)
     if test == "permutation":
         return _permutation(base, other)
-    step = _horizon(base, other)
-    counts = [(k := _exploded_by(g, step), len(g) - k) for g in (base, other)]
+    steps = _horizon(base, other)
+    counts = [(k := _exploded_within(g, steps), len(g) - k) for g in (base, other)]
     return float(scipy.stats.fisher_exact(counts).pvalue)
 
 
@@ -360,6 +361,6 @@ def _verdict(base: pd.DataFrame, other: pd.DataFrame, p_holm: float) -> str:
     exploded, n = counted(other) if "run" in other else (int(other.exploded.sum()), len(other))
     if exploded:
         return f"seen in {exploded} of {n}"
-    share = _exploded_by(base, _horizon(base, other)) / len(base)
+    share = _exploded_within(base, _horizon(base, other)) / len(base)
     enough = min(n, len(base)) >= SEEDS and share >= NEARLY_ALL and p_holm < LEVEL
     return "prevents" if enough else f"not seen in {n}"

@@ -17,7 +17,8 @@ FORMAT[:ROUNDING][@GROUP[,OPTION ...]] or FORMAT,OPTION:
 
 Beyond the format's largest value its overflow rule holds (`e4m3_saturate`, `e4m3_nan`, ...). A
 group of zeros has s = 1 and stays zero; s is never below 2^-126. A group with an infinity or a NaN
-becomes NaN as a whole. With a delayed scale only what is not finite does, and no later cast.
+becomes NaN as a whole. With a delayed scale only what is not finite does, and no later cast; an
+infinity is then what the overflow rule says.
 
 A `LossRule` scales the loss instead, and so every gradient, until the weights' are divided by it.
 Its text is a number, for a scale that stays, or dynamic[,OPTION ...]:

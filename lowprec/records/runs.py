@@ -72,8 +72,8 @@ class Run:
 
     @property
     def final_loss(self) -> float:
-        """Mean of the last 500 losses, nats."""
-        return float(self.metrics.loss[-500:].mean())
+        """Mean of the last 500 losses, nats; NaN if one of them is."""
+        return float(self.metrics.loss[-500:].mean(skipna=False))
 
     @property
     def hardware(self) -> str:
@@ -260,7 +260,7 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
     """Every run of a campaign folder, one row each, with the Run itself in column `run`.
 
     exploded counts confirmed explosions only; `duration` is the onset or, for a run that did not
-    explode, the last step at which it could still have been seen to (censored).
+    explode, how many steps it was seen not to (censored).
     campaign: its name in data/runs, or its folder. arms: those that there must be.
     Raises `UserError` for a campaign without runs, or without one of `arms`.
     """

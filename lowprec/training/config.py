@@ -120,8 +120,8 @@ class TrainConfig:
     with a loss scale, which skips the steps whose gradient (grad_norm) is not finite"""
 
     recipe: str = "FP32"
-    """casts of all products outside attention, their gradients and weights, as FP32+x=e5m2; it
-    needs amp=False"""
+    """casts of all products outside attention, of all gradients and weights with two dimensions, as
+    FP32+x=e5m2; it needs amp=False"""
     loss_scale: str | None = None
     """a loss scale, as 2^13 or dynamic,every2000,least2^7@0; a step whose gradient is not finite is
     skipped; None scales nothing and skips nothing"""

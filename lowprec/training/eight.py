@@ -1,7 +1,8 @@
 """Few bits in a training run outside attention: its products by a recipe, and its loss scale.
 
 A recipe of a run casts the operands and results of the products of `GPT`'s linear layers, logits
-included, the gradients of their weights, and these weights after each step. Adam is torch's, so its
+included, the gradients of all matrices and, after each step, the matrices. The position embedding
+and a gate, which are in no such product, are among them. Adam is torch's, so its
 moments are FP32. A loss scale is a `lowprec.numerics.scaling.LossRule`; the run ends where
 `LossScaler` says that it has.
 """
