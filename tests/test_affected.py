@@ -108,6 +108,11 @@ def test_errors_of_one_sign_have_a_bias_of_1_whatever_the_number_of_rows():
     assert measures.measure(call)["delta_bias"].tolist() == [-1, -1]
 
 
+def test_a_capture_takes_no_other_text(tmp_path):
+    with pytest.raises(UserError, match="a capture brings its own text; leave the text out"):
+        affected.probe(CAPTURES / "fa2-b-seed4-1580.xz", text=tmp_path / "a.txt")
+
+
 @pytest.mark.parametrize("name", ["fa2-b-seed4-1580", "low-c-seed6-1230"])
 def test_a_capture_has_the_numbers_of_its_replay(name):
     capture = Capture.load(CAPTURES / f"{name}.xz")

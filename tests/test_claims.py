@@ -222,6 +222,9 @@ def test_without_n_a_value_speaks_for_itself_or_is_asked_for_n(folder):
     assert claims.check("bias", claims.Measured(-0.5, 8), folder=notebooks).verdict == "supported"
     with pytest.raises(UserError, match="claim bias: it needs 8 sums: say how many"):
         claims.check("bias", -0.5, folder=notebooks)
+    for n in (-1, 2.5, "8"):
+        with pytest.raises(UserError, match="claim bias: n=.* must be a whole number of units"):
+            claims.check("bias", -0.5, n, folder=notebooks)
     with pytest.raises(UserError, match="claim bias: interval, complete and settled take n"):
         claims.check("bias", -0.5, interval=(-1, 0), folder=notebooks)
 
@@ -388,6 +391,27 @@ def test_a_fork_has_no_rule_of_its_own_for_an_id_of_the_book(folder):
     claims.compare("forks/none", [], {}, notebooks)
     with pytest.raises(UserError, match="claim bias stands twice, in a_bias and forks/b: rename"):
         claims.compare("forks/b", [], {}, notebooks)
+
+
+def test_an_id_of_the_book_is_not_judged_by_the_book_where_a_fork_has_another_rule(
+    folder, monkeypatch
+):
+    notebooks = folder(ENTRY, **{"forks/b": [{**ENTRY, "needs": 4}], "forks/a": [ENTRY]})
+    for running in ("forks/b", ""):  # nobody says which runs
+        monkeypatch.setenv("JPY_SESSION_NAME", running and str(notebooks / f"{running}.ipynb"))
+        with pytest.raises(UserError, match="claim bias stands twice, in a_bias and forks/b"):
+            claims.check("bias", -0.25, 8, folder=notebooks)
+    for running in ("forks/a", "a_bias", "forks/without"):
+        monkeypatch.setenv("JPY_SESSION_NAME", str(notebooks / f"{running}.ipynb"))
+        assert claims.check("bias", -0.25, 8, folder=notebooks).verdict == "supported"
+
+
+def test_a_fork_without_claims_takes_those_of_no_other(folder, monkeypatch):
+    mine = {**ENTRY, "id": "mine"}
+    notebooks = folder(ENTRY, _template=[mine], **{"forks/b": [mine]})
+    monkeypatch.setenv("JPY_SESSION_NAME", str(notebooks / "forks" / "a.ipynb"))
+    with pytest.raises(UserError, match="there is no claim 'mine' beside a notebook"):
+        claims.check("mine", -0.25, 8, folder=notebooks)
 
 
 def test_a_claim_that_its_fork_does_not_check_is_an_error(folder):

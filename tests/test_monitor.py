@@ -217,6 +217,54 @@ def test_a_causal_mask_may_be_given_to_torch_in_any_form(mask):
         assert tables[0][name].to_numpy() == pytest.approx(tables[1][name].to_numpy(), rel=1e-3)
 
 
+def test_heads_may_be_the_first_dimension_of_three():
+    class Attention(nn.Module):
+        def __init__(self, flat):
+            super().__init__()
+            torch.manual_seed(0)
+            self.maps, self.flat = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), flat
+
+        def forward(self, x):
+            q, k, v = (m(x).unflatten(-1, (4, 8)).transpose(1, 2) for m in self.maps)
+            q, k, v = (t.flatten(0, 1) if self.flat else t for t in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    tables, x = [], torch.randn(1, 40, 32)
+    for flat in (True, False):
+        with Monitor(model := Attention(flat)) as monitor:
+            model(x).square().mean().backward()
+            tables.append(monitor.step())
+    assert len(tables[0]) == 4 and tables[0].equals(tables[1])
+
+
+def test_a_layer_whose_backward_did_not_come_back_is_said(caplog):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.maps = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+        def forward(self, x):
+            outs = []
+            for m in self.maps:
+                q = m(x).unflatten(-1, (2, 8)).transpose(1, 2)
+                outs.append(F.scaled_dot_product_attention(q, q, q, is_causal=True))
+            return outs[1]
+
+    level = caplog.at_level(logging.WARNING, "lowprec.monitor")
+    with level, Monitor(model := Half()) as monitor:
+        model(torch.randn(2, 40, 16)).square().mean().backward()
+        table = monitor.step()
+    assert set(table.layer) == {1} and monitor.left_out == {0: "no backward came back"}
+    assert "0: no backward came back" in caplog.text
+
+
+def test_an_error_in_its_block_is_not_answered_by_a_missing_step(caplog):
+    caplog.set_level(logging.WARNING, "lowprec.monitor")
+    with pytest.raises(KeyError), Monitor(nn.Linear(2, 2)):
+        raise KeyError
+    assert "saw no step" not in caplog.text
+
+
 def test_our_function_under_the_name_of_torchs_is_measured_once(hub, monkeypatch):
     """By the policy that it is called with, as where transformers' registry has it."""
     huggingface.register(policy="SAFE")

@@ -224,6 +224,9 @@ def test_the_figure_tagged_lead_is_shown_first_too():
     assert lead["text/html"] == twice and words.FIGURE_MIME not in lead
     assert page.cells[-1].outputs[0].data["text/html"] == shown
     nbformat.validate(page)
+    nb.cells[0].source = "# A question"
+    with pytest.raises(UserError, match="the first cell needs a title and, after an empty line"):
+        notebook.as_page(nb, "question", "recorded", 1.0)
 
 
 def test_a_table_shows_minus_signs():
@@ -295,6 +298,15 @@ def test_a_file_that_is_no_notebook_is_named(tmp_path, text):
     source = tmp_path / "question.ipynb"
     source.write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match="question.ipynb is not a notebook"):
+        notebook.execute(source, tmp_path / "page.ipynb")
+
+
+def test_parameters_without_their_tag_are_told(tmp_path):
+    source = write_notebook(tmp_path / "question.ipynb")
+    nb = nbformat.read(source, 4)
+    del nb.cells[1].metadata["tags"]
+    nbformat.write(nb, source)
+    with pytest.raises(UserError, match="give the cell of its parameters the tag parameters"):
         notebook.execute(source, tmp_path / "page.ipynb")
 
 

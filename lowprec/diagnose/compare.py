@@ -325,7 +325,7 @@ def _of_one(table, name: str) -> str:
             so = f"it rounds to {fmt}, which is coarser than the inputs"
         return f"{', '.join(parts)} ({row.input}): {so}."
     row = table[table.of != "δ"].sort_values("times").iloc[-1]
-    rule = f"nothing errs more than {_times(row.times)} as much as a plain attention"
+    rule = f"no output or gradient errs more than {_times(row.times)} as much as a plain attention"
     far = table[(table.of != "δ") & (table.ulps > ULPS)]
     if len(far):
         row = far.loc[far.ulps.idxmax()]

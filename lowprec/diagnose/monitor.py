@@ -117,8 +117,8 @@ class Monitor:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        if not self.stepped:
+    def __exit__(self, error, *_):
+        if error is None and not self.stepped:
             log.warning("the monitor saw no step: call its step() after every step's last backward")
         self.close()
 
@@ -189,6 +189,9 @@ class Monitor:
 
     def _finish(self, step, watch):
         seen, first = watch.seen, not self.left_out
+        if seen.found:  # else `step` says so
+            lost = {*range(seen.count)} - {*seen.found, *seen.left_out}
+            seen.left_out |= dict.fromkeys(lost, "no backward came back")
         self.left_out = dict(seen.left_out)
         if not self.seen:
             _require_seen(watch)

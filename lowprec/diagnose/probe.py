@@ -72,6 +72,8 @@ def probe(
         if not isinstance(model, Capture):
             model = _placed(model, device)
     if isinstance(model, Capture):
+        if text is not None:
+            raise UserError("a capture brings its own text; leave the text out")
         call = _capture_call(model, policy)
         return measures.table([call], f"{model.path.name}, with its own text")
     model = getattr(model, "_orig_mod", model)  # of torch.compile

@@ -109,8 +109,9 @@ class Watch:
 
     def saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, turned=False, **how):
         """A call of attention in the watched forward; turned: o is (B, T, H, D)."""
-        seen = self.seen
+        seen, flat = self.seen, q.dim() == 3  # (B·H, T, D): all are heads of one sequence
         layer, seen.count = seen.count, seen.count + 1
+        q, k, v = (x[None] if flat else x for x in (q, k, v))
         own = self.linears.before(q)
         if not o.requires_grad:
             seen.left_out[layer] = NO_GRADIENT
@@ -153,7 +154,7 @@ class Watch:
                 self.seen, self.back = seen, True
             if self.seen is not seen:  # of another forward of this step
                 return
-            do = do.transpose(1, 2) if turned else do
+            do = do.transpose(1, 2) if turned else do[None] if flat else do
             # what a policy governs is read as it is, other attention as in training in 16 bits
             given = [x if ours else x.to(dtype) for x in (*full, of_rows(do)[part])]
             call = measures.Call(

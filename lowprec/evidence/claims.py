@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import numbers
 import re
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from lowprec.evidence.registry import (
     pages_folder,
     pages_named,
     parse,
+    refuse_rule_of_fork,
     renamed,
     unchecked,
 )
@@ -102,7 +104,9 @@ def _display(results) -> None:
 
 def _named(id: str, registry: dict[str, Claim], folder: Path | None) -> Claim:
     """The claim of this id: of the book, or else of a fork."""
-    if id not in registry:
+    if id in registry:
+        refuse_rule_of_fork(registry[id], folder)
+    else:
         registry = registry | of_forks(id, folder)
     if id not in registry:
         close = difflib.get_close_matches(id, registry, n=1)
@@ -194,6 +198,8 @@ def _result(claim: Claim, measured: Measured, note=None, complete=False, settled
             "number, or a dictionary or a Series with one for each unit, as in "
             f"check({claim.id.replace('-', '_')}={{'a': 0.25, 'b': 0.5}})"
         )
+    if not isinstance(measured.n, numbers.Integral) or measured.n < 0:
+        raise UserError(f"claim {claim.id}: n={measured.n!r} must be a whole number of units")
     value, n, interval = measured.value, int(measured.n), measured.interval
     value = value.item() if hasattr(value, "item") else value
     if interval is not None:

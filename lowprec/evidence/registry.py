@@ -250,16 +250,13 @@ def load(folder: Path | None = None) -> dict[str, Claim]:
 def of_forks(id: str, folder: Path | None = None) -> dict[str, Claim]:
     """The claims of the fork that runs, by id; none of them is the book's, so `page` is empty.
 
-    Jupyter tells a kernel which notebook it runs, and so does `notebook.execute`. Where nobody does
-    they are those of the template and of all forks that name an id; a fork comes before it.
+    Where nobody says which notebook runs they are those of the template and of all forks that name
+    an id; a fork comes before it.
     Raises `UserError` as `load` does, but not for a claim that several forks have word for word.
     """
     folder = Path(folder or pages_folder())
-    files = [*folder.glob(TEMPLATE), *sorted(folder.glob("forks/**/*.claims.yml"))]
-    running = os.path.realpath(os.environ.get(RUNNING, "")).removesuffix(".ipynb")
-    own = [path for path in files if os.path.realpath(path) == f"{running}.claims.yml"]
     found: dict[str, Claim] = {}
-    for path in own or [path for path in files if id in path.read_text(errors="replace")]:
+    for path in _files_of_forks(id, folder):
         for claim in _joined([path], folder).values():
             first = found.get(claim.id, claim)
             _refuse_another(claim, claim if first.page.startswith("_") else first)
@@ -267,9 +264,27 @@ def of_forks(id: str, folder: Path | None = None) -> dict[str, Claim]:
     return {id: _anywhere(claim) for id, claim in found.items()}
 
 
+def refuse_rule_of_fork(claim: Claim, folder: Path | None = None) -> None:
+    """Raise `UserError` if the fork that runs has a rule of its own for a claim of the book, by
+    whose it would be judged in silence; where nobody says which notebook runs, if any fork has."""
+    folder = Path(folder or pages_folder())
+    for path in _files_of_forks(claim.id, folder):
+        _refuse_another(_joined([path], folder).get(claim.id, claim), claim)
+
+
+def _files_of_forks(id: str, folder: Path) -> list[Path]:
+    """Jupyter tells a kernel which notebook it runs, and so does `notebook.execute`."""
+    files = [*folder.glob(TEMPLATE), *sorted(folder.glob("forks/**/*.claims.yml"))]
+    running = Path(os.path.realpath(os.environ.get(RUNNING) or os.sep))
+    if running.is_relative_to(os.path.realpath(folder)):
+        own = f"{running}".removesuffix(".ipynb") + ".claims.yml"
+        return [path for path in files if os.path.realpath(path) == own]
+    return [path for path in files if id in path.read_text(errors="replace")]
+
+
 def of_fork(page: str, folder: Path) -> list[Claim]:
     """The claims beside a fork. page: its name below folder. Raises `UserError` if it has a rule of
-    its own for an id of the book, by whose it would be judged in silence."""
+    its own for an id of the book."""
     path, book = folder / f"{page}.claims.yml", load(folder)
     claims = list(_joined([path] if path.is_file() else [], folder).values())
     for claim in claims:

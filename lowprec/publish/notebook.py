@@ -227,9 +227,11 @@ def _check_paths(source: Path, output: Path) -> None:
         hint = f"; did you mean {found[0]}?" if found else ""
         raise UserError(f"there is no notebook {source}{hint}")
     try:
-        nbformat.read(source, 4)
+        nb = nbformat.read(source, 4)
     except Exception as error:  # nbformat raises many types
         raise UserError(f"{source} is not a notebook ({type(error).__name__})") from None
+    if not any("parameters" in cell.metadata.get("tags", []) for cell in nb.cells):
+        raise UserError(f"{source}: give the cell of its parameters the tag parameters")
     if output.is_dir() or output.resolve() == source.resolve():
         raise UserError(f"{output} is not replaced by a page; name another file for the page")
 
@@ -396,6 +398,8 @@ def _show_lead(nb) -> None:
             markup = markup.replace(f"{mark}{about['name']}-", f"{mark}lead-{about['name']}-")
         data = {"text/html": markup, "image/png": output.data["image/png"]}
         metadata = {"image/png": {"alt": about["alt"]}}
+        if nb.cells[0].cell_type != "markdown" or "\n\n" not in nb.cells[0].source:
+            raise UserError("the first cell needs a title and, after an empty line, a paragraph")
         title, first, *rest = nb.cells[0].source.split("\n\n", 2)
         lead = new_code_cell(
             f"# The figure {about['name']}, from below.",
