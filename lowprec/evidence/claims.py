@@ -198,7 +198,7 @@ def _result(claim: Claim, measured: Measured, note=None, complete=False, settled
             "number, or a dictionary or a Series with one for each unit, as in "
             f"check({claim.id.replace('-', '_')}={{'a': 0.25, 'b': 0.5}})"
         )
-    if not isinstance(measured.n, numbers.Integral) or measured.n < 0:
+    if not isinstance(measured.n, numbers.Real) or measured.n % 1 or measured.n < 0:
         raise UserError(f"claim {claim.id}: n={measured.n!r} must be a whole number of units")
     value, n, interval = measured.value, int(measured.n), measured.interval
     value = value.item() if hasattr(value, "item") else value
