@@ -401,6 +401,7 @@ def test_an_id_of_the_book_is_not_judged_by_the_book_where_a_fork_has_another_ru
         monkeypatch.setenv("JPY_SESSION_NAME", running and str(notebooks / f"{running}.ipynb"))
         with pytest.raises(UserError, match="claim bias stands twice, in a_bias and forks/b"):
             claims.check("bias", -0.25, 8, folder=notebooks)
+    (notebooks / "forks" / "without.ipynb").touch()
     for running in ("forks/a", "a_bias", "forks/without"):
         monkeypatch.setenv("JPY_SESSION_NAME", str(notebooks / f"{running}.ipynb"))
         assert claims.check("bias", -0.25, 8, folder=notebooks).verdict == "supported"
@@ -410,6 +411,8 @@ def test_a_fork_without_claims_takes_those_of_no_other(folder, monkeypatch):
     mine = {**ENTRY, "id": "mine"}
     notebooks = folder(ENTRY, _template=[mine], **{"forks/b": [mine]})
     monkeypatch.setenv("JPY_SESSION_NAME", str(notebooks / "forks" / "a.ipynb"))
+    assert claims.check("mine", -0.25, 8, folder=notebooks).verdict == "supported", "renamed since"
+    (notebooks / "forks" / "a.ipynb").touch()
     with pytest.raises(UserError, match="there is no claim 'mine' beside a notebook"):
         claims.check("mine", -0.25, 8, folder=notebooks)
 

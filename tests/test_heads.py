@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from lowprec import UserError
+from lowprec.diagnose.drift import share
 from lowprec.evidence.heads import (
     agreement,
     end_of,
@@ -97,6 +98,7 @@ def test_a_sum_of_what_one_probe_lacks_is_unknown():
     table = sums(run, 99, 199)
     assert np.isnan(table.delta_abs[1, 2]) and table.delta_bias[1, 2] == 2
     assert table.delta_abs[1, 0] == 4
+    assert np.isnan(share(run, 99, 199)) and share(run, 149, 199) == 0
 
 
 def test_sums_leave_the_first_step_out():

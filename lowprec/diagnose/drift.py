@@ -34,7 +34,7 @@ def share(run, after: int, until: int, layer: int | None = None) -> float:
     Raises `UserError` as `lowprec.evidence.heads.sums` does.
     """
     found = sums(run, after, min(until, end_of(run) - 1))
-    total = (found if layer is None else found.loc[[layer]]).sum()
+    total = (found if layer is None else found.loc[[layer]]).sum(skipna=False)
     return float(total.delta_bias / total.delta_abs)
 
 

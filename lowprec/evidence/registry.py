@@ -273,10 +273,11 @@ def refuse_rule_of_fork(claim: Claim, folder: Path | None = None) -> None:
 
 
 def _files_of_forks(id: str, folder: Path) -> list[Path]:
-    """Jupyter tells a kernel which notebook it runs, and so does `notebook.execute`."""
+    """Jupyter tells a kernel which notebook it runs, and so does `notebook.execute`; one that was
+    renamed since is not there."""
     files = [*folder.glob(TEMPLATE), *sorted(folder.glob("forks/**/*.claims.yml"))]
     running = Path(os.path.realpath(os.environ.get(RUNNING) or os.sep))
-    if running.is_relative_to(os.path.realpath(folder)):
+    if running.is_file() and running.is_relative_to(os.path.realpath(folder)):
         own = f"{running}".removesuffix(".ipynb") + ".claims.yml"
         return [path for path in files if os.path.realpath(path) == own]
     return [path for path in files if id in path.read_text(errors="replace")]

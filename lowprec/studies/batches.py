@@ -25,7 +25,7 @@ def passes(run, corpus: int) -> float:
 
 def signed(run, after: int, until: int, layer: int) -> float:
     """Σε of a layer over the steps from `after`, left out, to `until`."""
-    return float(sums(run, after, until).delta_bias.loc[layer].sum())
+    return float(sums(run, after, until).delta_bias.loc[layer].sum(skipna=False))
 
 
 def share_course(run, layer: int) -> pd.Series:

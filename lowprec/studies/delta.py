@@ -92,7 +92,8 @@ def read_sum(run, after: int, until: int, layer: int) -> float:
     """Σε that the gradient of a layer reads in the steps from `after`, left out, to `until`: of the
     rounding, or what `delta_bias` of the run's policy puts in its place. Errors as in `heads.sums`.
     """
-    total, imposed = sums(run, after, until).loc[layer].sum(), run.policy.delta_bias
+    total = sums(run, after, until).loc[layer].sum(skipna=False)
+    imposed = run.policy.delta_bias
     return float(imposed * total.delta_abs if imposed else total.delta_bias)
 
 

@@ -78,7 +78,7 @@ def tied_course(run) -> pd.Series:
 
 def tied(run, after: int, until: int) -> float:
     """Share of the second layer's rows that tie, over the steps from `after`, left out."""
-    total = sums(run, after, until).loc[LAYER].sum()
+    total = sums(run, after, until).loc[LAYER].sum(skipna=False)
     return total.tied_rows / total.rows
 
 
@@ -86,7 +86,7 @@ def error_of(layer: int, after: int, until: int):
     """A measure of runs: the mean |ε| of a layer's rows, over the steps from `after`, left out."""
 
     def measure(run) -> float:
-        total = sums(run, after, until).loc[layer].sum()
+        total = sums(run, after, until).loc[layer].sum(skipna=False)
         return total.delta_abs / total.rows
 
     return measure
