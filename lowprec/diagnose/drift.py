@@ -13,7 +13,7 @@ import pandas as pd
 import scipy
 
 from lowprec import UserError
-from lowprec.evidence.heads import end_of, summed, sums
+from lowprec.evidence.heads import end_of, summed, total
 
 
 def relative_sum(probes: pd.DataFrame, after: int = -1, until: int | None = None) -> pd.Series:
@@ -33,9 +33,8 @@ def share(run, after: int, until: int, layer: int | None = None) -> float:
 
     Raises `UserError` as `lowprec.evidence.heads.sums` does.
     """
-    found = sums(run, after, min(until, end_of(run) - 1))
-    total = (found if layer is None else found.loc[[layer]]).sum(skipna=False)
-    return float(total.delta_bias / total.delta_abs)
+    found = total(run, after, min(until, end_of(run) - 1), layer)
+    return float(found.delta_bias / found.delta_abs)
 
 
 def batch_means(series, batches: int = 10) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -110,6 +110,12 @@ def sums(run, after: int, until: int) -> pd.DataFrame:
     return found
 
 
+def total(run, after: int, until: int, layer: int | None = None) -> pd.Series:
+    """What `sums` has, of all heads together or of those of a layer; NaN if it is of one."""
+    found = sums(run, after, until)
+    return (found if layer is None else found.loc[[layer]]).sum(skipna=False)
+
+
 def summed(probes: pd.DataFrame, after: int, until: int, columns: list[str]) -> pd.DataFrame:
     """Some columns of a run's probes as `sums` adds them; empty if no probe lies between."""
     chosen = probes[probes.step.between(after, until, inclusive="right")]

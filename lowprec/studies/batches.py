@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from lowprec.evidence.heads import end_of, sums
+from lowprec.evidence.heads import end_of, total
 from lowprec.records.explosion import window_mean
 
 
@@ -25,7 +25,7 @@ def passes(run, corpus: int) -> float:
 
 def signed(run, after: int, until: int, layer: int) -> float:
     """Σε of a layer over the steps from `after`, left out, to `until`."""
-    return float(sums(run, after, until).delta_bias.loc[layer].sum(skipna=False))
+    return float(total(run, after, until, layer).delta_bias)
 
 
 def share_course(run, layer: int) -> pd.Series:

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 
 from lowprec.attention import trace
-from lowprec.evidence.heads import sums
+from lowprec.evidence.heads import total
 from lowprec.numerics.formats import E4M3
 from lowprec.numerics.policy import ALL_FP32, PrecisionPolicy
 from lowprec.studies.rivals import delta_error, exact_gradient, gradient_error
@@ -92,9 +92,8 @@ def read_sum(run, after: int, until: int, layer: int) -> float:
     """Σε that the gradient of a layer reads in the steps from `after`, left out, to `until`: of the
     rounding, or what `delta_bias` of the run's policy puts in its place. Errors as in `heads.sums`.
     """
-    total = sums(run, after, until).loc[layer].sum(skipna=False)
-    imposed = run.policy.delta_bias
-    return float(imposed * total.delta_abs if imposed else total.delta_bias)
+    found, imposed = total(run, after, until, layer), run.policy.delta_bias
+    return float(imposed * found.delta_abs if imposed else found.delta_bias)
 
 
 def _trace(capture, policy, **tensors):

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from lowprec.attention import trace
-from lowprec.evidence.heads import first_take_off, sums
+from lowprec.evidence.heads import first_take_off, total
 from lowprec.evidence.words import span
 from lowprec.records.explosion import excess
 from lowprec.studies.crossed import LAYER, WAYS
@@ -39,7 +39,7 @@ def course(run, every: int = 200) -> pd.DataFrame:
     signed sum over the sum of sizes.
     """
     ends = range(every - 1, len(run.metrics), every)
-    spans = {step: sums(run, step - every, step).loc[LAYER].sum(skipna=False) for step in ends}
+    spans = {step: total(run, step - every, step, LAYER) for step in ends}
     table = pd.DataFrame(spans).T.rename_axis("step")
     table = table[["delta_bias", "delta_abs", "tied_rows"]].div(table.rows, axis=0)
     return table.assign(share=table.delta_bias / table.delta_abs)

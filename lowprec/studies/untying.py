@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from lowprec.evidence import survival
-from lowprec.evidence.heads import first_take_off, norms, sums, take_offs
+from lowprec.evidence.heads import first_take_off, norms, take_offs, total
 from lowprec.evidence.words import span
 from lowprec.publish.lines import loss_course
 from lowprec.records.explosion import RETURN, RISE, excess
@@ -78,16 +78,16 @@ def tied_course(run) -> pd.Series:
 
 def tied(run, after: int, until: int) -> float:
     """Share of the second layer's rows that tie, over the steps from `after`, left out."""
-    total = sums(run, after, until).loc[LAYER].sum(skipna=False)
-    return total.tied_rows / total.rows
+    found = total(run, after, until, LAYER)
+    return found.tied_rows / found.rows
 
 
 def error_of(layer: int, after: int, until: int):
     """A measure of runs: the mean |ε| of a layer's rows, over the steps from `after`, left out."""
 
     def measure(run) -> float:
-        total = sums(run, after, until).loc[layer].sum(skipna=False)
-        return total.delta_abs / total.rows
+        found = total(run, after, until, layer)
+        return found.delta_abs / found.rows
 
     return measure
 
@@ -102,8 +102,8 @@ def jump(run, bare, begun: int) -> float:
 def silenced(counts: pd.DataFrame, of: str = "tied") -> pd.DataFrame:
     """Rows of the second layer without output over its tied `rows` or all: a row a seed, a column a
     step. counts: of `lowprec.studies.silence`, of one arm."""
-    total = counts[counts.layer == LAYER].groupby(["seed", "step"])[["lost", of]].sum()
-    return (total.lost / total[of]).unstack("step")
+    found = counts[counts.layer == LAYER].groupby(["seed", "step"])[["lost", of]].sum()
+    return (found.lost / found[of]).unstack("step")
 
 
 def grown(counts: pd.DataFrame, early: int = 800, late: int = 2400) -> pd.Series:
