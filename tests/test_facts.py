@@ -1,5 +1,8 @@
 """What a page found, under names, comes into its Markdown; no name is unknown and none is idle."""
 
+import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
@@ -11,6 +14,11 @@ from lowprec import UserError
 from lowprec.evidence.words import FACTS_MIME
 from lowprec.publish import facts, notebook
 
+PLAIN = r"\{[\w.-]+:(?![≤≥])[^}]*\}"
+BOUND = re.compile(
+    rf"\b(?:at most|at least|up to)\s+{PLAIN}"
+    rf"|{PLAIN}[^.{{}}]{{0,16}}?\s(?:or more|or less|at most|at least)\b(?!\s+\{{)"
+)
 CLAIMS = {"delta-alone": SimpleNamespace(value=-0.25, n=8, count="0 of 8", verdict="supported")}
 
 
@@ -22,6 +30,33 @@ def test_facts_are_filled_in_as_prose_prints_them():
     values = dict(low="8 of 8", share=0.0314, runs=1234, loss=-2.34567, yes=True)
     assert filled("{low}, {share:.0%}, {runs}.", **values) == "8 of 8, 3%, 1,234."
     assert filled("{loss}, {loss:+.1f}, {yes}", **values) == "−2.346, −2.3, true"
+
+
+@pytest.mark.parametrize(
+    "value, form, most, least",
+    [
+        (0.7587, ".2f", "0.76", "0.75"), (0.75, ".2f", "0.75", "0.75"), (3, ".1f", "3.0", "3.0"),
+        (-2.34, ".1f", "−2.3", "−2.4"), (0.201, ".0%", "21%", "20%"), (0.2, ".0%", "20%", "20%"),
+        (1234.5, ",.0f", "1,235", "1,234"), (99.96, ".1f", "100.0", "99.9"),
+        (0.1 + 0.2, ".1f", "0.3", "0.3"), (0.00012345, ".2g", "0.00013", "0.00012"),
+        (1.24e-7, ".1e", "1.3e-7", "1.2e-7"),
+    ],
+)  # fmt: skip
+def test_a_bound_is_not_beyond_its_value(value, form, most, least):
+    text = f"at most {{x:≤{form}}}, {{x:≥{form}}} or more"
+    assert filled(text, x=value) == f"at most {most}, {least} or more"
+
+
+def test_pages_print_bounds_as_bounds():
+    texts = {
+        f"{path.stem}: {' '.join(found[0].split())}"
+        for path in Path(__file__).resolve().parent.parent.glob("notebooks/**/*.ipynb")
+        for cell in json.loads(path.read_text())["cells"]
+        if cell["cell_type"] == "markdown"
+        for found in BOUND.finditer("".join(cell["source"]))
+    }
+    assert BOUND.search("at most {x:.1f} %") and not BOUND.search("{x:≤.1f} % at most")
+    assert not texts
 
 
 def test_fields_of_a_claim_are_filled_in():
@@ -57,6 +92,8 @@ def test_what_only_looks_like_code_or_mathematics_is_filled():
         ("{delta_alnoe.n}", "a checks no claim delta_alnoe: did you mean delta_alone?"),
         ("{delta_alone.size}", "a claim has no 'size': take value, n, count, verdict"),
         ("{low:.0%}", "the format '.0%' is not one for '8 of 8'"),
+        ("{low:≤.1f}", "the format '≤.1f' is not one for '8 of 8'"),
+        ("{delta_alone.value:≥.1q}", "the format '≥.1q' is not one for -0.25"),
     ],
 )
 def test_what_cannot_be_filled_in_is_named(text, sentence):

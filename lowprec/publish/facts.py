@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 
 from lowprec import UserError
@@ -69,13 +70,29 @@ def _plain(name: str, value):
 
 
 def shown(value, form: str = "") -> str:
-    """A value as prose prints it, or by a format of Python's: `shown(0.031, ".0%")` is 3%."""
-    if form:
-        try:
+    """A value as prose prints it, or by a format of Python's: `shown(0.031, ".0%")` is 3%.
+
+    After ≤ the number is the next above that can be printed so, after ≥ the next below: "at most
+    {share:≤.0%}" is true of 0.031 as 4%.
+    """
+    try:
+        if form[:1] in ("≤", "≥"):
+            return minus(_bound(value, form[0], form[1:]))
+        if form:
             return minus(format(value, form))
-        except ValueError:
-            raise UserError(f"the format {form!r} is not one for {value!r}") from None
+    except (ValueError, ArithmeticError):
+        raise UserError(f"the format {form!r} is not one for {value!r}") from None
     return value if isinstance(value, str) else number(value)
+
+
+def _bound(value, side: str, form: str) -> str:
+    exact, text = Decimal(repr(value)), format(value, form).replace(",", "")
+    said = Decimal(text.rstrip("%")).scaleb(-2 if text.endswith("%") else 0)
+    unit = Decimal(1).scaleb(said.as_tuple().exponent)
+    beyond = exact - said if side == "≤" else said - exact
+    if beyond > unit * Decimal("1e-6"):  # else it is a float's rounding
+        said += unit if side == "≤" else -unit
+    return format(said, form)
 
 
 def field(claim, name: str):
