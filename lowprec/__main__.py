@@ -509,6 +509,9 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        print("lowprec: interrupted", file=sys.stderr)
+        return 130
     return status or 0
 
 

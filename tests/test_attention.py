@@ -185,7 +185,7 @@ def test_stochastic_backward_regenerates_the_forward():
         (dict(policy=LOW, impl="cudnn"), "cudnn"),
         (dict(policy=LOW.replace(x="e5m9"), impl="triton"), "x=e5m9"),
         (dict(policy=LOW, impl="triton", tile=48), "tile=48"),
-        (dict(policy="FA2+inputs=e5m2@block99,mx", impl="triton", columns=24), "padding"),
+        (dict(policy="FA2+inputs=e5m2@block99,mx", impl="triton", columns=24), "this head size"),
         (dict(policy=LOW, probe=torch.zeros(1, 3)), "probe"),
         (dict(impl="emulate", tile=2.5), "tile=2.5"),
         (dict(impl="triton", tile=2.5), "tile=2.5"),

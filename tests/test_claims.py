@@ -299,8 +299,15 @@ def test_what_was_not_measured_has_no_verdict(folder):
         claims.check("bias", math.inf, 8, folder=notebooks)
     with pytest.raises(UserError, match="claim bias: the interval of mean error in ulp is .*nan"):
         claims.check("bias", 0.5, 8, (0.1, math.nan), folder=notebooks)
-    with pytest.raises(UserError, match="claim bias: the interval .*; it ends before it begins"):
+    with pytest.raises(UserError, match="claim bias: the interval .*; it does not hold the va"):
         claims.check("bias", -1, 8, (0.5, -2), folder=notebooks)
+    with pytest.raises(UserError, match="it does not hold the value -1"):
+        claims.check("bias", -1, 8, (-3, -2), folder=notebooks)
+    with pytest.raises(UserError, match="claim bias: interval=0.1 is not two numbers"):
+        claims.check("bias", -1, 8, 0.1, folder=notebooks)
+    for value in (True, np.False_):
+        with pytest.raises(UserError, match="mean error in ulp is (True|False), no number"):
+            claims.check("bias", value, 8, folder=notebooks)
 
 
 # The files
@@ -311,6 +318,10 @@ def test_what_was_not_measured_has_no_verdict(folder):
     [
         ({"rule": "mean error =< 2"}, "claim bias: rule 'mean error =< 2' does not end in a"),
         ({"rule": 3}, "claim bias: rule 3 is not a text"),
+        ({"rule": "mean error < 1e999"}, "claim bias: rule 'mean error < 1e999' compares with a"),
+        ({"sentence": 3}, "claim bias: sentence 3 is not a text"),
+        ({"refuted_if": True}, "claim bias: refuted_if True is not a text"),
+        ({"threats": 3}, "claim bias: threats 3 is not a list of words"),
         ({"threshold": 1}, "claim bias: unknown key 'threshold'; keys are id, sentence, rule"),
         ({"page": "a_bias"}, "claim bias: unknown key 'page'"),
         ({"needs": 0}, "claim bias: needs 0 is not a number of units"),
@@ -453,6 +464,7 @@ def test_a_claim_of_two_forks_or_of_none_is_named(folder, monkeypatch):
     [(None, "there are no claims in .*notebooks; restore them"),
      ("\xff", "claims.yml is not valid YAML"),
      ("a: [", "claims.yml is not valid YAML.* in line 1, column 5"),
+     ("- id: a\n  rule: a < 1\n  rule: a < 2", "rule stands twice, again in line 3"),
      ("- id: a\n  note: b: c", "in line 2, column 10; quote a text that has ': ' in it"),
      ("- 3", "must be a list of claims"),
      ("a: 1", "must be a list of claims")],
@@ -504,7 +516,7 @@ def test_a_fork_needs_no_entry():
     for key in ("rule", "needs"):
         with pytest.raises(UserError, match=f"key '{key}' is missing"):
             claims.judge({k: v for k, v in hypothesis.items() if k != key}, 1, 8)
-    with pytest.raises(UserError, match="ends before it begins"):
+    with pytest.raises(UserError, match="does not hold the value 1"):
         claims.judge(hypothesis, 1, 8, (2, 1))
 
 

@@ -458,3 +458,9 @@ def test_a_sign_of_delta_is_over_root_mean_squares(inputs):
 
 def test_a_policy_with_a_space_is_no_module():
     assert callable(contenders.function("LOW +o=bf16:stochastic"))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_compared_where_none_are_kept(mode, inputs):
+    with mode():
+        assert "dQ" in set(one(contenders.function("FA2"), inputs).of)

@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from lowprec import UserError, sdpa
 from lowprec.attention import drop_in, operator
 from lowprec.attention.masks import Mask, Scores
+from lowprec.training import rotary
 
 PAGE = Path(__file__).resolve().parent.parent / "book" / "take_it_home.md"
 B, H, L, D = 2, 4, 12, 16
@@ -347,6 +348,35 @@ def test_an_output_lies_as_pytorchs_does():
         sdpa(q, q, q, policy="ALL_FP32").stride()
         == F.scaled_dot_product_attention(q, q, q).stride()
     )
+
+
+def test_mistakes_are_named_whatever_needs_a_gradient():
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(UserError, match="scale is a number and gets no gradient"):
+        sdpa(q, q, q, policy="ALL_FP32", scale=torch.tensor(0.3, requires_grad=True))
+    for how, what in ((dict(seed=1.5), "seed=1.5"), (dict(tile=True), "tile=True")):
+        with pytest.raises(UserError, match=what):
+            operator.attention(q, q, q, **how)
+    short, bias = q[:, :, :3].requires_grad_(), Scores(bias=torch.tensor(0.5))
+    o = sdpa(short, q, q, is_causal=True, policy="ALL_FP32", scores=bias)
+    assert torch.equal(o, sdpa(short, q, q, is_causal=True, policy="ALL_FP32"))
+
+
+@pytest.mark.parametrize("policy", ["FA2", "ALL_FP32"])
+def test_forward_mode_derivatives_are_refused(policy):
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(UserError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda x: operator.attention(x, q, q, policy).sum(), (q,), (q,))
+    table = rotary.rotation(4, 16)
+    with pytest.raises(UserError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda x: rotary.rotate(x, table, how="BF16"), (q,), (q,))
+
+
+def test_pytorchs_own_kernel_gives_the_dtype_of_q_under_autocast():
+    q = torch.randn(1, 2, 4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = operator.attention(q, q, q, impl="sdpa")
+    assert torch.equal(o, F.scaled_dot_product_attention(q, q, q, is_causal=True))
 
 
 def test_gradcheck_passes_with_gradients_that_are_not_there():

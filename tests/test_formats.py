@@ -715,3 +715,9 @@ def test_cuda_stochastic_repeats_and_draws_the_same_keyed_bits():
     rows, columns = torch.arange(100)[:, None], torch.arange(300)[None]
     want = keyed_bits(5, 1, 2, 3, rows, columns)
     assert torch.equal(keyed_bits(5, 1, 2, 3, rows.cuda(), columns.cuda()).cpu(), want)
+
+
+def test_a_saturating_format_without_infinities_is_not_that_of_another():
+    beyond = torch.tensor([70_000.0, 1e6, -1e6])
+    fmt = Format("e5m2fn", 5, 2, "saturate", "nan")
+    assert round_to(beyond, fmt).tolist() == [65_536.0, 98_304.0, -98_304.0]

@@ -459,3 +459,24 @@ def test_a_group_of_very_many_octaves_is_raised_to_a_sixteenth_and_comes_back():
     x = torch.tensor([[2.0**100, 2.0**-100, -1.0]])
     assert quantise(x, Cast.parse("e2m1@token,expand")).power.item() == 1 / 16
     assert scaled(x, "e2m1@token,expand")[0, 0].item() == pytest.approx(2.0**100, rel=1e-3)
+
+
+def test_a_linear_layer_refuses_second_derivatives():
+    x, w = (torch.randn(3, 3, requires_grad=True) for _ in "xw")
+    y = linear(x, w, Recipe().casters()).square().sum()
+    with pytest.raises(UserError, match="no second derivatives"):
+        torch.autograd.grad(y, x, create_graph=True)
+    assert torch.autograd.grad(y, x)[0].shape == x.shape
+
+
+def test_the_largest_of_a_group_is_never_rounded_beyond_the_format():
+    x = torch.rand(200_000, 1) * 10 + 1
+    beyond = x[x / (x / 448) > 448][:1].repeat(2000, 500)  # by an ulp, as the scale is rounded
+    seen = scaled(beyond, "e4m3:stochastic@tensor", torch.Generator().manual_seed(0))
+    assert len(beyond) and seen.isfinite().all()
+
+
+@pytest.mark.parametrize("cast", ["e4m3@tensor", "e4m3@tensor,pow2"])
+def test_a_cast_refuses_16_bits(cast):
+    with pytest.raises(UserError, match="takes float32 tensors, not torch.bfloat16"):
+        scaled(torch.zeros(2, 3, dtype=torch.bfloat16), cast)

@@ -7,6 +7,7 @@ import torch
 from conftest import FAMILIES, family
 
 from lowprec import UserError
+from lowprec.attention import reference
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import Format, round_to
 from lowprec.numerics.policy import (
@@ -494,3 +495,17 @@ def test_the_residual_of_o_split_is_a_bf16_number():
     residual = (t.o_fp32 - t.o).bfloat16().float()
     assert not torch.equal(residual, t.o_fp32 - t.o)
     assert torch.equal(t.delta, (do.float() * (t.o + residual)).sum(-1))
+
+
+def test_dk_and_dv_share_no_random_bits(monkeypatch):
+    seen, keyed = [], reference.keyed_bits
+
+    def noted(seed, site, batch, head, row, column):
+        if SITES[site] == "dkdv_acc":
+            seen.append({*zip(row.flatten().tolist(), column.flatten().tolist(), strict=True)})
+        return keyed(seed, site, batch, head, row, column)
+
+    monkeypatch.setattr(reference, "keyed_bits", noted)
+    q, v = torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 8)
+    emulate(q, q, v, PrecisionPolicy.parse("FA2+dkdv_acc=bf16:stochastic"), 4, do=v)
+    assert len(seen) > 4 and len(set().union(*seen)) == sum(map(len, seen))

@@ -393,6 +393,7 @@ def test_a_run_that_cannot_take_its_name_can_be_resumed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(recorder.os, "rename", killed)
         train(config, tmp_path / "a")
+    (tmp_path / ".a.part" / "checkpoint.pt.123.tmp").write_bytes(b"half of one")
     run = train(config, tmp_path / "a", resume=True)
     assert run.finished and list(contents(tmp_path / "a")) == [
         "metrics.parquet", "probes.parquet", "run.json"
@@ -571,7 +572,7 @@ def test_a_full_disk_leaves_what_was_written(tmp_path, monkeypatch):
     def filling(self, *numbers):
         measured(self, *numbers)
         if self.step == 3:
-            (self.part / "metrics.parquet.tmp").symlink_to("/dev/full")
+            (self.part / f"metrics.parquet.{os.getpid()}.tmp").symlink_to("/dev/full")
 
     monkeypatch.setattr(Recorder, "measured", filling)
     with pytest.raises(UserError, match="cannot write .*metrics.parquet: No space left"):
@@ -595,7 +596,8 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_said_to_be(tmp_path):
 
 def test_a_full_disk_leaves_no_half_of_the_weights(tmp_path, monkeypatch):
     (tmp_path / ".a.part" / ".weights").mkdir(parents=True)
-    (tmp_path / ".a.part" / ".weights" / "step-000002.pt.tmp").symlink_to("/dev/full")
+    full = f"step-000002.pt.{os.getpid()}.tmp"
+    (tmp_path / ".a.part" / ".weights" / full).symlink_to("/dev/full")
     part = Recorder.__init__
 
     def starts(self, config, out, *how):
@@ -916,7 +918,18 @@ def test_fp16_skips_a_step_whose_gradient_is_not_finite(tmp_path, monkeypatch, l
     assert same == [False, True, False, False], "step 1 and no other is skipped"
     assert scales == [1024, 1024, 512, 512]
     assert list(np.isfinite(run.metrics.grad_norm)) == [True, False, True, True]
+    rows = run.probes.groupby("step").rows.first().sum() / run.info["config"]["block_size"]
+    assert rows == 3 * run.info["config"]["batch_size"], "its sums are left out, and its rows"
     assert np.isfinite(run.metrics.loss).all() and run.info["ended"] == "completed"
+
+
+def test_a_gradient_that_is_never_finite_ends_an_fp16_run(tmp_path, monkeypatch, low_scale):
+    monkeypatch.setattr(recorder, "PATIENCE", 3)
+    for at in range(1, 8):
+        overflowing(monkeypatch, at, [])
+    run = train(small(amp="fp16", steps=8, probe_every=2), tmp_path / "a")
+    assert run.info["ended"] == "3 steps skipped, step 3" and run.info["steps"] == 4
+    assert run.explosion is None and run.finished
 
 
 def test_in_fp16_too_a_non_finite_loss_ends_all_updates(tmp_path, monkeypatch, low_scale):

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention  # also if ours tak
 
 from lowprec import UserError
 from lowprec.attention import attention
-from lowprec.attention.inputs import DTYPES, causal_mask, for_queries
+from lowprec.attention.inputs import DTYPES, causal_mask, check_scale, for_queries
 from lowprec.attention.masks import Mask, Scores
 from lowprec.attention.operator import tell
 from lowprec.numerics.policy import ALL_FP32, FA2, SAFE, PrecisionPolicy
@@ -106,14 +106,16 @@ def sdpa(
     if any(n == 0 for n in (*query.shape, key.shape[2], value.shape[3])):
         nothing = sum(t.flatten()[:0].sum() for t in (query, key, value))
         return query.new_zeros(shape) + nothing
+    scale = None if scale is None else check_scale(scale, query.shape[-1])
     how = _stock(query, key, value, mask, scores, dropout_p) if alike and impl == "auto" else None
     if how is not None:
         return _pytorch(query, key, value, scale, **how).reshape(shape)
     if is_causal and query.shape[2] < key.shape[2]:  # nobody sees the keys beyond
         n = query.shape[2]
         key, value = (t[:, :, :n] for t in (key, value))
-        if scores is not None and scores.bias is not None and scores.bias.shape[-1:] != (1,):
-            scores = dataclasses.replace(scores, bias=scores.bias[..., :n])
+        bias = None if scores is None else scores.bias
+        if bias is not None and bias.shape[-1:] not in ((), (1,)):
+            scores = dataclasses.replace(scores, bias=bias[..., :n])
     if key.shape[1] != value.shape[1]:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     seed = torch.randint(2**32, (1,)) if dropout_p else 0

@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from numbers import Integral
 
 import torch
+from torch.autograd import forward_ad
 
 from lowprec import UserError
 from lowprec.attention.masks import Mask, Scores
@@ -51,7 +53,8 @@ def check_inputs(
             if q.shape[3] == v.shape[3]
             else f"do must be {(*q.shape[:3], v.shape[3])}, as o, not {tuple(do.shape)}"
         )
-    if tile is not None and (not isinstance(tile, int) or tile < 1):
+    whole = isinstance(tile, Integral) and not isinstance(tile, bool)
+    if tile is not None and (not whole or tile < 1):
         raise UserError(
             f"tile={tile} must be a whole number of at least 1 key, or None for the whole row"
         )
@@ -60,9 +63,7 @@ def check_inputs(
         raise UserError(
             f"causal attention needs as many queries as keys; got {q.shape[2]} and {k.shape[2]}"
         )
-    if isinstance(scale, torch.Tensor) and scale.requires_grad:
-        raise UserError("scale is a number and gets no gradient: multiply q by one that is trained")
-    return 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    return check_scale(scale, q.shape[3])
 
 
 def outside_autocast(function):
@@ -111,9 +112,23 @@ def conditions(q, k, v, causal, scale, mask, scores, dropout, **checked) -> tupl
 
 def check_seed(seed: int) -> int:
     """The seed; raises `UserError` for one that random bits cannot be keyed with."""
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} must be from 0 to 2^32 - 1")
+    if not isinstance(seed, Integral) or not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed} must be from 0 to 2^32 - 1, a whole number")
     return seed
+
+
+def check_scale(scale, head_dim: int) -> float:
+    """The scale of the scores, by default 1/sqrt(head_dim)."""
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise UserError("scale is a number and gets no gradient: multiply q by one that is trained")
+    return 1 / math.sqrt(head_dim) if scale is None else float(scale)
+
+
+def refuse_tangents(*tensors) -> None:
+    """Raise `UserError` for forward-mode derivatives, which our operators do not have and would
+    drop unsaid."""
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UserError("there are no forward-mode derivatives (torch.func.jvp) here: take grad")
 
 
 def kept(shape, dropout: float, seed: int, device):

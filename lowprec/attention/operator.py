@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec import UserError
-from lowprec.attention.inputs import check_row_sum, conditions
+from lowprec.attention.inputs import check_row_sum, conditions, refuse_tangents
 from lowprec.attention.masks import Scores
 from lowprec.attention.ops import (
     HYBRIDS,
@@ -59,6 +59,7 @@ def attention(
     """
     draw, seed = (seed, 0) if isinstance(seed, torch.Tensor) else (None, seed)
     mask, scores = conditions(q, k, v, causal, scale, mask, scores, dropout, tile=tile, seed=seed)
+    refuse_tangents(q, k, v)
     if probe is not None and tuple(probe.shape) != (q.shape[1], len(PROBE_COLUMNS)):
         raise UserError(
             f"probe must be ({q.shape[1]}, {len(PROBE_COLUMNS)}), not {tuple(probe.shape)}"
@@ -73,7 +74,8 @@ def attention(
         # PyTorch may prefer cuDNN's kernel, another program. Flash takes no FP32, nor does cuDNN.
         plain = mask.plain and scores.bias is None
         choice = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and plain
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if choice else nullcontext():
+        kernel = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if choice else nullcontext()
+        with torch.autocast(q.device.type, enabled=False), kernel:
             return stock(q, k, v, causal, scale, None if plain else _dense(mask, scores, q, k))
     if dropout and draw is None:
         draw = torch.tensor([seed])
@@ -95,6 +97,10 @@ def _dense(mask, scores, q, k):
     return torch.where(seen, scores.bias, -torch.inf).to(q.dtype)
 
 
+OTHER_SIZES = "this head size with random bits or blocks of inputs"
+"""What the kernels have by padding, but where a rounding depends on the place of a number."""
+
+
 def lacking(q, v, scores, dropout, grad=True) -> tuple[str, ...]:
     """What a call asks of the Triton kernels and they do not have, or have by padding. grad: as
     `torch.is_grad_enabled`."""
@@ -106,7 +112,7 @@ def lacking(q, v, scores, dropout, grad=True) -> tuple[str, ...]:
     }  # fmt: skip
     sizes = q.shape[3], v.shape[3]
     named["head sizes above 256"] = max(sizes) > 256
-    named["padding"] = sizes[0] != sizes[1] or sizes[0] not in (16, 32, 64, 128, 256)
+    named[OTHER_SIZES] = sizes[0] != sizes[1] or sizes[0] not in (16, 32, 64, 128, 256)
     return tuple(name for name, asked in named.items() if asked)
 
 
@@ -172,7 +178,7 @@ def plan(
     otherwise cut its graph here. missing: what of the call the kernels lack, see `lacking`."""
     p = PrecisionPolicy.parse(policy)
     by_place = p.draws or p.inputs.group.startswith("block")
-    missing = [x for x in missing if x != "padding" or by_place]
+    missing = [x for x in missing if x != OTHER_SIZES or by_place]
     if p.l_floor and not plain:
         missing.append("l_floor under such a mask")
     wanted, impl = impl, resolve_impl(impl, device)

@@ -90,7 +90,7 @@ def attention_op(
     scores = Scores(scale, softcap, bias, sinks)
     t = eager(q, k, v, None, p, mask, scores, dropout, tile or None, impl, seed)
     # the backward of these two recomputes the forward, so nothing but o is kept
-    o = t.o.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # as PyTorch's lies
+    o = t.o.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # as of a projected q
     return o, none, none.clone(), none.clone(), none.clone()
 
 

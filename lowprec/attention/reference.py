@@ -356,12 +356,13 @@ def _dk_dv(t, q, do, heads, rnd, tile, scale, dropped):
     group = q.shape[1] // heads
     p = t.p_bwd.masked_fill(~dropped[0], 0.0) if dropped else t.p_bwd
     dk, dv = (q.new_zeros(q.shape[0], heads, p.shape[3], x.shape[3]) for x in (q, do))
+    wide = max(q.shape[3], do.shape[3])  # so that dk and dv share no random bits
     for first in range(group):
         own = slice(first, None, group)
         for i, start in enumerate(range(0, q.shape[2], tile)):
             part = (slice(None), own, slice(start, start + tile))
-            dk = _accumulate("dkdv_acc", dk, t.ds_dk[part].mT @ q[part], rnd, 4 * i, own)
-            dv = _accumulate("dkdv_acc", dv, p[part].mT @ do[part], rnd, 4 * i + 2, own)
+            dk = _accumulate("dkdv_acc", dk, t.ds_dk[part].mT @ q[part], rnd, 4 * i, own, wide)
+            dv = _accumulate("dkdv_acc", dv, p[part].mT @ do[part], rnd, 4 * i + 2, own, wide)
     t.dk, t.dv = scale * dk, dropped[1] * dv if dropped else dv
 
 
@@ -382,7 +383,7 @@ def _delta(t, p, v, do, policy, rnd, dropped):
     return rnd("dodo", do * o).sum(-1)
 
 
-def _accumulate(field, acc, product, rnd, step, heads=slice(None)):
-    how = dict(width=acc.shape[-1], heads=heads)
+def _accumulate(field, acc, product, rnd, step, heads=slice(None), width=None):
+    how = dict(width=width or acc.shape[-1], heads=heads)
     added = rnd(field, product, step=step, **how)
     return rnd(field, acc + added, step=step + 1, **how)

@@ -68,6 +68,8 @@ COLUMNS = {
 # Measures
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def run(call: Callable, inputs: Inputs, name: str = "A") -> dict[str, torch.Tensor]:
     """{O, dQ, dK, dV} of a function in float64; O alone of one that is not differentiable."""
     leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]

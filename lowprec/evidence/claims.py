@@ -203,7 +203,11 @@ def _result(claim: Claim, measured: Measured, note=None, complete=False, settled
     value, n, interval = measured.value, int(measured.n), measured.interval
     value = value.item() if hasattr(value, "item") else value
     if interval is not None:
-        interval = float(interval[0]), float(interval[1])
+        try:
+            low, high = map(float, interval)
+        except (TypeError, ValueError):
+            raise UserError(f"claim {claim.id}: interval={interval!r} is not two numbers") from None
+        interval = low, high
     verdict = claim.verdict_on(value, n, interval, complete, settled)
     if verdict == "not run" or not n:
         value = interval = None

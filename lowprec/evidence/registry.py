@@ -66,10 +66,13 @@ class Claim:
     refuted_if: str = ""
 
     def __post_init__(self):
-        threats = (self.threats,) if isinstance(self.threats, str) else tuple(self.threats)
-        object.__setattr__(self, "threats", threats)
-        if not isinstance(self.rule, str):
-            raise UserError(f"claim {self.id}: rule {self.rule!r} is not a text")
+        threats = (self.threats,) if isinstance(self.threats, str) else self.threats
+        if not isinstance(threats, list | tuple):
+            raise UserError(f"claim {self.id}: threats {threats!r} is not a list of words")
+        object.__setattr__(self, "threats", tuple(threats))
+        for name in ("id", "sentence", "rule", "words", "gloss", "refuted_if"):
+            if not isinstance(text := getattr(self, name), str):
+                raise UserError(f"claim {self.id}: {name} {text!r} is not a text")
         try:
             rule = self.parsed
         except UserError as error:
@@ -136,15 +139,16 @@ class Claim:
         """The verdict that the rule gives for a measured value; see the module's docstring."""
         if value is None or n == 0:
             return "inconclusive" if complete else "not run"
-        if not math.isfinite(value):
-            raise UserError(f"claim {self.id}: the measured {self.metric} is {value}")
+        if isinstance(value, bool) or not math.isfinite(value):
+            raise UserError(f"claim {self.id}: the measured {self.metric} is {value}, no number")
         most = {"count": n, "share": 1}.get(self.parsed.quantifier, math.inf)
-        if self.parsed.counts and not 0 <= value <= most:
+        whole = self.parsed.quantifier != "count" or value % 1 == 0
+        if self.parsed.counts and not (0 <= value <= most and whole):
             raise UserError(f"claim {self.id}: {value} of {n} {self.unit}: it counts up to {most}")
-        if interval is not None and not interval[0] <= interval[1]:
+        if interval is not None and not interval[0] <= value <= interval[1]:
             raise UserError(
-                f"claim {self.id}: the interval of {self.metric} is {interval}; it ends before it "
-                "begins"
+                f"claim {self.id}: the interval of {self.metric} is {interval}; it does not hold "
+                f"the value {value}"
             )
         if n < self.needs and not settled:
             return "inconclusive"

@@ -135,6 +135,8 @@ def parse(text: str) -> Rule:
         )
     ends = [float(end) if re.search(r"[.eE]", end) else int(end)
             for end in (found["low"], found.groupdict().get("high")) if end]  # fmt: skip
+    if not all(map(math.isfinite, ends)):
+        raise UserError(f"rule {text!r} compares with a number that is not finite")
     if len(ends) == 2 and ends[0] > ends[1]:
         raise UserError(
             f"rule {text!r} asks for a number between {ends[0]} and {ends[1]}: swap them"

@@ -233,7 +233,8 @@ def round_to(x, fmt, rounding="nearest_even", generator=None, bits=None):
             return x.bfloat16().float()
         if sizes == (5, 10, "inf", 0):
             return x.half().float()
-        if x.device.type == "cpu" and sizes in ((5, 2, "inf", 0), (5, 2, "saturate", 0)):
+        e5m2 = fmt.has_inf and sizes in ((5, 2, "inf", 0), (5, 2, "saturate", 0))
+        if x.device.type == "cpu" and e5m2:
             x = x.clamp(-fmt.max, fmt.max) if fmt.overflow == "saturate" else x
             return x.to(torch.float8_e5m2).float()
         if x.device.type == "cpu" and fmt == E4M3.replace(overflow="saturate"):

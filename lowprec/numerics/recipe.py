@@ -94,6 +94,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        if torch.is_grad_enabled():  # casts carry no gradient, so one of this would be wrong
+            raise UserError("a linear layer with casts has no second derivatives")
         (x, w), cast = ctx.saved_tensors, ctx.casters
         g_dx = cast["g_dx"](g)
         g_dw = g_dx if cast["g_dx"].cast == cast["g_dw"].cast else cast["g_dw"](g)

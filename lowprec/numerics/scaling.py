@@ -223,12 +223,15 @@ def _above(x, fmt: Format):
 
 
 def quantise(x, cast: Cast, generator=None, top=None, bits=None) -> Quantised:
-    """x (..., rows, columns), float32, as `cast` stores it.
+    """x (..., rows, columns), float32 or float64, as `cast` stores it.
 
     generator, bits: for stochastic rounding, bits by group. top: max|x| by group to take the scale
     from, in place of the present one. Raises UserError for another dtype and for missing random
     bits.
     """
+    if x.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"a cast takes float32 tensors, not {x.dtype}")
+    present = top is None and cast.power == "exact"
     grouped, _ = _by_group(x.detach(), cast.group)
     power = middle = None
     scale = torch.ones_like(grouped[..., :1])
@@ -239,6 +242,8 @@ def quantise(x, cast: Cast, generator=None, top=None, bits=None) -> Quantised:
             top = grouped.abs().amax(-1, keepdim=True)
         scale = _scale(top, cast)
     small = grouped * scale if cast.times else grouped / scale
+    if present and cast.rounding == "stochastic":  # a scale is rounded: the largest can lie beyond
+        small = small.clamp(-cast.fmt.max, cast.fmt.max)
     codes = round_to(small, cast.fmt, cast.rounding, generator, bits)
     if cast.up:
         codes = torch.where(tied(small, cast.fmt), _above(small, cast.fmt), codes)

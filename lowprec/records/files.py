@@ -44,7 +44,7 @@ def make_folder(path: Path) -> None:
 
 def write_atomic(path: Path, write) -> None:
     """Call `write(open file)`, then give the file its name; an earlier one stays until then."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # of this writer alone
     try:
         with open(temporary, "wb") as file:
             write(file)

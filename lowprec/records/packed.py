@@ -24,7 +24,7 @@ NAMES = b"runs"
 def parse(text: str) -> dict:
     """A run.json; raises ValueError, KeyError or TypeError if the text is none."""
     info = json.loads(text)
-    info["config"]["policy"], info["hardware"], info["ended"]
+    info["config"]["policy"], info["config"]["seed"], info["arm"], info["hardware"], info["ended"]
     return info
 
 

@@ -157,7 +157,7 @@ def shares(run, first: int, last: int, without=()) -> dict[str, float]:
     mean size of such an error.
     """
     table = run.probes[run.probes.step.between(first, last) & ~run.probes.layer.isin(without)]
-    total = table[["tied_rows", "rows", "delta_bias", "delta_abs"]].sum()
+    total = table[["tied_rows", "rows", "delta_bias", "delta_abs"]].sum(skipna=False)
     return dict(
         tied=100 * total.tied_rows / total.rows,
         bias=100 * total.delta_bias / total.delta_abs,

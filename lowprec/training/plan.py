@@ -103,7 +103,7 @@ def load_campaign(path: str | Path, **overrides) -> list[Job]:
 def _read(path: Path) -> dict:
     """What a campaign file says, with all that a campaign needs."""
     try:
-        spec = load_yaml(path.read_text(), _Loader)
+        spec = load_yaml(path.read_text())
     except OSError:
         raise UserError(f"there is no campaign file {path}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -118,18 +118,3 @@ def _read(path: Path) -> dict:
     if not all(isinstance(settings, dict) for settings in (spec.get("train") or {}, *arms)):
         raise UserError(f"{path.name}: train and each of the arms must be settings, name: value")
     return spec
-
-
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """Refuses a name that stands twice in one mapping, of which YAML would take the last.
-
-    1.1 and 1.10 are one name, and so are yes and on, unless they stand in quotes."""
-
-    def construct_mapping(self, node, deep=False):
-        keys = [key for key, _ in node.value if not key.tag.endswith(":merge")]
-        read = [self.construct_object(key, deep=True) for key in keys]
-        for i, key in enumerate(keys):
-            if read[i] in read[:i]:
-                problem = f"{key.value} stands twice, again in line {key.start_mark.line + 1}"
-                raise yaml.constructor.ConstructorError(problem=problem)
-        return super().construct_mapping(node, deep)

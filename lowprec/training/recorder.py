@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import time
 from collections import deque
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from lowprec import UserError
 from lowprec.attention import PROBE_COLUMNS
 from lowprec.attention.operator import that_runs
 from lowprec.numerics.policy import PrecisionPolicy
+from lowprec.numerics.scaling import PATIENCE
 from lowprec.records import explosion, files, provenance, runs
 from lowprec.records.tables import load_archive, weights_sha256, write_table
 from lowprec.training.probes import spectral_norms
@@ -77,6 +78,8 @@ class Recorder:
         if group.rank == 0:
             files.make_folder(self.part)
             self._hold()
+            for rest in self.part.rglob("*.tmp"):  # of a process that was killed as it wrote
+                rest.unlink()
         self.step = self.flushed = 0  # steps done, steps written
         self.pending, self.metrics, self.probes = [], [], []
         self.recent = deque(maxlen=max(explosion.PATIENCE + BEFORE, 2 * config.probe_every) + 200)
@@ -117,7 +120,7 @@ class Recorder:
             total[..., :2] /= self.group.size  # the gradients of each process are of its own mean
             self.recent.extend(total.cpu().numpy())
         self.pending = []
-        broken = next((row[0] for row in self.metrics if not math.isfinite(row[1])), None)
+        broken = next((row[0] for row in self.metrics if not isfinite(row[1])), None)
         if broken is not None:  # no update was made from there on
             surplus = len(self.metrics) - broken - 1
             del self.metrics[broken + 1 :]
@@ -128,7 +131,7 @@ class Recorder:
     def broken(self) -> bool:
         """Whether the loss of some step so far is not finite."""
         self.collect()
-        return not math.isfinite(self.metrics[-1][1])
+        return not isfinite(self.metrics[-1][1])
 
     def probe(self, model):
         """The sums since the last probe, and the weights."""
@@ -138,9 +141,12 @@ class Recorder:
         sigma_k = sigma_k.repeat(sigma_q.shape[1] // sigma_k.shape[1], 1)  # of the keys it reads
         sums = np.full((*sigma_q.shape, len(PROBE_COLUMNS)), np.nan)
         count = int(self.step - first)
-        if self.recent:
-            sums = np.sum(list(self.recent)[-count:], axis=0, dtype=float)
-        rows = count * self.config.batch_size * self.config.block_size
+        made = np.full(count, True)
+        if self.config.amp == "fp16" or self.config.loss_scale:  # an overflow there skips a step
+            made = np.array([isfinite(n) or not isfinite(x) for _, x, n in self.metrics[-count:]])
+        if self.recent and made.any():
+            sums = np.sum(np.array(list(self.recent)[-count:])[made], axis=0, dtype=float)
+        rows = made.sum() * self.config.batch_size * self.config.block_size
         layer, head = np.indices(sigma_q.shape)
         columns = (np.full(sigma_q.shape, self.step - 1), layer, head, sigma_q, sigma_k,
                    *np.moveaxis(sums, -1, 0), np.full(sigma_q.shape, rows))  # fmt: skip
@@ -179,8 +185,11 @@ class Recorder:
     def should_stop(self) -> str | None:
         """Why the run ends now, or None."""
         losses = self.losses()
-        if not math.isfinite(losses[-1]):
+        if not isfinite(losses[-1]):
             return "non-finite"
+        norms = [norm for *_, norm in self.metrics[-PATIENCE:]]
+        if self.config.amp == "fp16" and len(norms) == PATIENCE and not any(map(isfinite, norms)):
+            return f"{PATIENCE} steps skipped, step {self.step - 1}"
         after = self.config.stop_after_explosion
         if after is None or (e := explosion.find_explosion(losses)) is None or not e.confirmed:
             return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from lowprec.attention.inputs import refuse_tangents
 from lowprec.numerics.formats import round_to
 from lowprec.numerics.rotation import PRESETS, Rotation
 
@@ -51,6 +52,7 @@ def rotate(x, table, back: bool = False, how: str = ""):
     cos, sin = table[:, : x.shape[-2]].to(x.device)
     sin = -sin if back else sin
     if how:
+        refuse_tangents(x)
         return turned(x, cos, sin, how)
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
