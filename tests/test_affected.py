@@ -340,7 +340,7 @@ def test_a_checkpoint_is_read_under_its_own_policy(tmp_path):
     assert table.equals(affected.probe(model, length=64))
     (tmp_path / ".weights").mkdir()
     torch.save(model.state_dict(), tmp_path / ".weights" / "step-000100.pt")
-    info = dict(config=dataclasses.asdict(config), hardware="CPU", ended="completed")
+    info = dict(arm="a", config=dataclasses.asdict(config), hardware="CPU", ended="completed")
     (tmp_path / "run.json").write_text(json.dumps(info))
     assert table.equals(affected.probe(tmp_path / ".weights" / "step-000100.pt", length=64))
 
