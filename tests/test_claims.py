@@ -784,15 +784,18 @@ def history(folder):
         commits.append(git(root, "rev-parse", "HEAD"))
     registration._rules_at.cache_clear()
     registration._announced.cache_clear()
+    registration._sources.cache_clear()
     return root, commits
 
 
 def test_a_rule_is_as_old_as_it_says(history):
     root, (nothing, first, second) = history
 
-    def fault(registered, judged=second, limit=2):
+    def fault(registered, judged=second, limit=2, page="a_bias"):
         rule = f"error, in whatever words < {limit}"
-        claim = claims.parse({**ENTRY, "rule": rule, "registered": registered})
+        claim = claims.parse({**ENTRY, "rule": rule, "registered": registered}, page)
+        registration._announced.cache_clear()
+        registration._sources.cache_clear()
         return registration.fault(claim, judged, root)
 
     assert fault(second) is None and fault(first, limit=1) is None
@@ -812,7 +815,11 @@ def test_a_rule_is_as_old_as_it_says(history):
         git(root, "add", "data", *(["lowprec"] if "lowprec" in name else []))
         git(root, "commit", "-q", "-m", name)
         commit = git(root, "rev-parse", "HEAD")
+        assert fault(commit, judged=commit, limit=3, page="b") is not None
+        (root / "notebooks" / "a_bias.ipynb").write_text("runs of `mini`, sums.read()")
         assert (fault(commit, judged=commit, limit=3) is None) == told, (name, text)
+        (root / "notebooks" / "a_bias.ipynb").write_text("of minis, resums")
+        assert fault(commit, judged=commit, limit=3) is not None, (name, text)
 
 
 def test_a_claim_is_not_accepted_before_its_rule_is_committed(history, folder):

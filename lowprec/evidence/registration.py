@@ -4,7 +4,8 @@ A claim names the commit that first had its rule, and its lock the one at which 
 The rule must come first, and the named commit must have it, its comparison and limits: in the
 page's claims file or, before there was one a page, in book/claims.yml; or the commit must have
 changed a `campaign.yaml`, whose predictions are the rules of the runs that it asks for, or a study
-that says "the rule of the prediction" and had no table in data/studies yet.
+that says "the rule of the prediction" and had no table in data/studies yet. The page must name that
+study, and it or one of its studies that campaign.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ def fault(claim, first_run: str, root: Path) -> str | None:
         return f"registered {commit} is not before {first_run}, which first judged it: {mend}"
     then = _rules_at(root, commit).get(claim.id)
     now = claim.parsed.comparison, claim.parsed.limits
-    if then == now or _announced(root, commit):
+    if then == now or _announced(root, commit, claim.page):
         return None
     if then is None:
         return (
-            f"registered {commit} does not have it, nor predictions of a campaign or study: {mend}"
+            f"registered {commit} does not have it, nor predictions of a campaign or study that "
+            f"its page reads: {mend}"
         )
     return f"registered {commit} has another rule, {then}, than {now}: {mend}"
 
@@ -70,11 +72,29 @@ def _is_before(root: Path, commit: str, later: str) -> bool:
 
 
 @functools.cache
-def _announced(root: Path, commit: str) -> bool:
-    """Whether a commit brought or changed a campaign's file, or a prediction of a study."""
+def _announced(root: Path, commit: str, page: str) -> bool:
+    """Whether a commit brought or changed the file of a campaign that a page reads, or a prediction
+    of a study."""
     files = _git(root, "diff-tree", "--root", "-m", "-r", "--no-commit-id", "--name-only", commit)
-    names = (files or "").splitlines()
-    return any(name.endswith("/campaign.yaml") or _predicts(root, commit, name) for name in names)
+    notebook, studies = _sources(root, page)
+    for name in (files or "").splitlines():
+        folder, _, file = name.rpartition("/")
+        word = rf"\b{re.escape(folder.rpartition('/')[2])}\b"
+        if file == "campaign.yaml" and re.search(word, notebook + "".join(studies.values())):
+            return True
+        if file.removesuffix(".py") in studies and _predicts(root, commit, name):
+            return True
+    return False
+
+
+@functools.cache
+def _sources(root: Path, page: str) -> tuple[str, dict[str, str]]:
+    """The text of a page, and those of the studies that it names, by module."""
+    path = root / "notebooks" / f"{page}.ipynb"
+    notebook = path.read_text() if path.is_file() else ""
+    words = set(re.findall(r"\w+", notebook))
+    found = (root / "lowprec" / "studies").glob("*.py")
+    return notebook, {study.stem: study.read_text() for study in found if study.stem in words}
 
 
 def _predicts(root: Path, commit: str, name: str) -> bool:
