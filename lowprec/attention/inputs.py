@@ -53,8 +53,7 @@ def check_inputs(
             if q.shape[3] == v.shape[3]
             else f"do must be {(*q.shape[:3], v.shape[3])}, as o, not {tuple(do.shape)}"
         )
-    whole = isinstance(tile, Integral) and not isinstance(tile, bool)
-    if tile is not None and (not whole or tile < 1):
+    if tile is not None and (not _whole(tile) or tile < 1):
         raise UserError(
             f"tile={tile} must be a whole number of at least 1 key, or None for the whole row"
         )
@@ -112,9 +111,13 @@ def conditions(q, k, v, causal, scale, mask, scores, dropout, **checked) -> tupl
 
 def check_seed(seed: int) -> int:
     """The seed; raises `UserError` for one that random bits cannot be keyed with."""
-    if not isinstance(seed, Integral) or not 0 <= seed < 2**32:
+    if not _whole(seed) or not 0 <= seed < 2**32:
         raise UserError(f"seed={seed} must be from 0 to 2^32 - 1, a whole number")
     return seed
+
+
+def _whole(x) -> bool:
+    return not isinstance(x, bool) and (isinstance(x, int) or isinstance(x, Integral))
 
 
 def check_scale(scale, head_dim: int) -> float:
@@ -127,6 +130,8 @@ def check_scale(scale, head_dim: int) -> float:
 def refuse_tangents(*tensors) -> None:
     """Raise `UserError` for forward-mode derivatives, which our operators do not have and would
     drop unsaid."""
+    if torch.compiler.is_compiling():  # no such derivative passes there, nor need a graph see this
+        return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UserError("there are no forward-mode derivatives (torch.func.jvp) here: take grad")
 
