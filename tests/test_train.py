@@ -924,7 +924,7 @@ def test_fp16_skips_a_step_whose_gradient_is_not_finite(tmp_path, monkeypatch, l
 
 
 def test_a_gradient_that_is_never_finite_ends_an_fp16_run(tmp_path, monkeypatch, low_scale):
-    monkeypatch.setattr(recorder, "PATIENCE", 3)
+    monkeypatch.setattr(recorder.scaling, "PATIENCE", 3)
     for at in range(1, 8):
         overflowing(monkeypatch, at, [])
     run = train(small(amp="fp16", steps=8, probe_every=2), tmp_path / "a")

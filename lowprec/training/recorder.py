@@ -24,8 +24,8 @@ import torch
 from lowprec import UserError
 from lowprec.attention import PROBE_COLUMNS
 from lowprec.attention.operator import that_runs
+from lowprec.numerics import scaling
 from lowprec.numerics.policy import PrecisionPolicy
-from lowprec.numerics.scaling import PATIENCE
 from lowprec.records import explosion, files, provenance, runs
 from lowprec.records.tables import load_archive, weights_sha256, write_table
 from lowprec.training.probes import spectral_norms
@@ -187,9 +187,10 @@ class Recorder:
         losses = self.losses()
         if not isfinite(losses[-1]):
             return "non-finite"
-        norms = [norm for *_, norm in self.metrics[-PATIENCE:]]
-        if self.config.amp == "fp16" and len(norms) == PATIENCE and not any(map(isfinite, norms)):
-            return f"{PATIENCE} steps skipped, step {self.step - 1}"
+        most = scaling.PATIENCE
+        norms = [norm for *_, norm in self.metrics[-most:]]
+        if self.config.amp == "fp16" and len(norms) == most and not any(map(isfinite, norms)):
+            return f"{most} steps skipped, step {self.step - 1}"
         after = self.config.stop_after_explosion
         if after is None or (e := explosion.find_explosion(losses)) is None or not e.confirmed:
             return None
