@@ -65,7 +65,7 @@ def attention(
             f"probe must be ({q.shape[1]}, {len(PROBE_COLUMNS)}), not {tuple(probe.shape)}"
         )
     policy, impl = plan(
-        policy if isinstance(policy, str) else policy.text, tile, impl, q.device.type,
+        getattr(policy, "text", policy), tile, impl, q.device.type,
         probe is not None, mask.plain and scores.bias is None,
         lacking(q, v, scores, dropout, torch.is_grad_enabled()),
     )  # fmt: skip

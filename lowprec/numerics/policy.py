@@ -267,7 +267,8 @@ PAPER = _low("s p o_acc o")
 """Qiu & Yao's Eq. 4: BF16 scores, probabilities, numerator and output; no site of the backward,
 which forms the scores again, in BF16."""
 LOW = _low("s p l o_acc o dodo dp p_bwd ds")
-"""Everything that attention keeps per row or per score in BF16; run untiled."""
+"""Scores, weights, ℓ, numerator, output and the products of the backward in BF16; the argument of
+the exponential, L and δ in FP32; run untiled."""
 RELEASED = _low("s x p l o_acc o dodo dp p_bwd ds dq_acc dkdv_acc", l_floor=1e-10)
 """The released PyTorch code of Qiu & Yao, run with a tile of 512 keys."""
 CLEAN = FA2.replace(delta_from="o_fp32")
