@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pandas as pd
@@ -210,6 +211,35 @@ def test_one_ulp_moves_every_number_to_a_neighbour(inputs):
 
 
 # Functions and inputs
+
+
+@pytest.mark.parametrize("words", ["sys.exit(0)", "os.chdir('/'); raise ValueError"])
+def test_a_module_that_ends_the_program_or_moves_away_cannot_be_imported(words, own):
+    (own / "other_attention.py").write_text(f"import os, sys\n{words}\n")
+    with pytest.raises(UserError, match="^B: other_attention cannot be imported from .*"):
+        contenders.function("other_attention:f", "B")
+
+
+def test_what_a_backward_pass_writes_into_is_its_own(inputs):
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, o):
+            return o.clone()
+
+        @staticmethod
+        def backward(ctx, do):
+            kept = do.clone()
+            do.zero_()
+            return kept
+
+    before = inputs.do.clone()
+    compare.run(lambda *qkv, **how: Writes.apply(contenders.plain(*qkv, **how)), inputs)
+    assert torch.equal(inputs.do, before)
+
+
+def test_a_function_that_ends_the_program_fails(inputs):
+    with pytest.raises(UserError, match="A fails on .*SystemExit"):
+        compare.run(lambda *qkv, **how: sys.exit(0), inputs)
 
 
 @pytest.mark.parametrize(

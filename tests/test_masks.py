@@ -245,6 +245,8 @@ def test_documents_do_not_reach_each_other():
             r"\(3, 8, 8\) does not broadcast to \(1, 2, 8, 8\)",
         ),
         (lambda: Mask(dense=torch.ones(9, 9).bool()), r"\(9, 9\) does not broadcast"),
+        (lambda: Mask(documents=([0] * 8, None)), r"documents=...\) takes a tensor, not a list"),
+        (lambda: Scores(sinks=[0.0, 1.0]), r"sinks=...\) takes a tensor, not a list"),
         (lambda: Mask(keys=torch.tensor([0, 8])), r"keys.*\(1, 2\), not \(2,\)"),
         (lambda: Mask(documents=torch.zeros(1, 9)), r"documents.*\(1, 8\), not \(1, 9\)"),
         (lambda: torch.ones(8, 8).bool(), "must be a lowprec.attention.masks.Mask, not Tensor"),

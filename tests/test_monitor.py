@@ -258,6 +258,58 @@ def test_a_layer_whose_backward_did_not_come_back_is_said(caplog):
     assert "0: no backward came back" in caplog.text
 
 
+@pytest.mark.parametrize("of", ["inner", "all"])
+def test_a_layer_through_which_two_backward_passes_came_has_no_numbers(of):
+    """Each has a part of the step's gradient."""
+    torch.manual_seed(0)
+    model, outs = nn.Sequential(Plain(), Plain()), []
+    model[0].register_forward_hook(lambda module, given, out: outs.append(out))
+    monitor = Monitor(model)
+    loss = model(torch.randn(2, 40, 32)).square().mean()
+    loss.backward(retain_graph=True)
+    (outs[0].mean() if of == "inner" else loss).backward()
+    if of == "inner":
+        assert set(monitor.step().layer) == {1} and monitor.left_out == {0: watch.SEVERAL}
+    else:
+        with pytest.raises(UserError, match=f"none of 2 calls of attention: {watch.SEVERAL}"):
+            monitor.step()
+
+
+def test_our_way_to_the_kernel_of_torch_is_watched():
+    class Ours(Plain):
+        def forward(self, x):
+            parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+            split = (t.transpose(1, 2) for t in parts)
+            o = lowprec.sdpa(*split, is_causal=True, policy="FA2", impl="sdpa")
+            return x + self.out(o.transpose(1, 2).flatten(2))
+
+    tables, x = [], torch.randn(2, 40, 32)
+    for layer in (Plain, Ours):
+        torch.manual_seed(0)
+        model = nn.Sequential(Plain(), layer(), Plain())
+        tables.append(watched(model, lambda model=model: model(x).square().mean()))
+    pd.testing.assert_frame_equal(*tables)
+
+
+def test_keys_of_one_sequence_may_be_those_of_all():
+    q = nn.Linear(32, 32)
+    x, key = torch.randn(3, 2, 40, 16), torch.randn(1, 2, 40, 16)
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = q
+
+        def forward(self, k):
+            own = self.q(x.transpose(1, 2).flatten(2)).unflatten(-1, (2, 16)).transpose(1, 2)
+            return F.scaled_dot_product_attention(own, k, k, is_causal=True)
+
+    model = Shared()
+    tables = [watched(model, lambda k=k: model(k).square().mean(), sequences=2)
+              for k in (key, key.repeat(3, 1, 1, 1))]  # fmt: skip
+    pd.testing.assert_frame_equal(*tables)
+
+
 def test_an_error_in_its_block_is_not_answered_by_a_missing_step(caplog):
     caplog.set_level(logging.WARNING, "lowprec.monitor")
     with pytest.raises(KeyError), Monitor(nn.Linear(2, 2)):

@@ -39,6 +39,9 @@ class Mask:
     dense: torch.Tensor | None = None
 
     def __post_init__(self):
+        for name in ("keys", "documents", "dense"):
+            part = getattr(self, name)
+            require_tensors(f"Mask({name}=...)", *(part if isinstance(part, tuple) else (part,)))
         if self.window < 0 or (self.window or self.offset) and not self.causal:
             raise UserError(
                 f"Mask(window={self.window}, offset={self.offset}, causal={self.causal}): a window "
@@ -110,6 +113,8 @@ class Scores:
     def __post_init__(self):
         if not 0 <= self.softcap < float("inf"):
             raise UserError(f"Scores(softcap={self.softcap}) must be finite, 0 (off) or more")
+        for name in ("bias", "sinks"):
+            require_tensors(f"Scores({name}=...)", getattr(self, name))
 
     def lowered(self, q, k) -> Scores:
         """The same with a bias of four dimensions; `UserError` for one that does not fit."""
@@ -121,6 +126,13 @@ class Scores:
         if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
             raise UserError(f"Scores(sinks=...) must be ({q.shape[1]},), not {tuple(sinks.shape)}")
         return replace(self, bias=bias)
+
+
+def require_tensors(name: str, *given):
+    """Raise `UserError` for one that is neither a tensor nor None."""
+    for x in given:
+        if x is not None and not torch.is_tensor(x):
+            raise UserError(f"{name} takes a tensor, not a {type(x).__name__}")
 
 
 def fitting(name: str, x, q, k):

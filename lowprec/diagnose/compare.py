@@ -84,12 +84,14 @@ def run(call: Callable, inputs: Inputs, name: str = "A") -> dict[str, torch.Tens
             )
         gradients = [None] * 3
         if o.requires_grad:
-            gradients = torch.autograd.grad(o, leaves, inputs.do.to(o), allow_unused=True)
+            gradients = torch.autograd.grad(
+                o, leaves, inputs.do.to(o, copy=True), allow_unused=True
+            )
             gradients = [torch.zeros_like(x) if g is None else g
                          for g, x in zip(gradients, leaves, strict=True)]  # fmt: skip
     except UserError as error:
         raise UserError(f"{error}" if name in str(error) else f"{name}: {error}") from None
-    except Exception as error:  # whatever a user's function raises
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         given = ", ".join(f"{key}={value}" for key, value in how.items())
         raise UserError(

@@ -121,17 +121,16 @@ def _hint(text: str, own) -> str:
 
 def _imported(text: str, argument: str) -> Callable:
     place, _, name = text.rpartition(":")
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, here := os.getcwd())
     try:
         is_path = place.endswith(".py") or "/" in place
         found = _module_at(place) if is_path else importlib.import_module(place)
-    except Exception as error:  # whatever a user's module raises
+    except (Exception, SystemExit) as error:  # whatever a user's module raises
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
-        raise UserError(
-            f"{argument}: {place} cannot be imported from {os.getcwd()} ({words})"
-        ) from None
+        raise UserError(f"{argument}: {place} cannot be imported from {here} ({words})") from None
     finally:
-        sys.path.remove(os.getcwd())
+        if here in sys.path:
+            sys.path.remove(here)
     call = getattr(found, name, None)
     if not callable(call):
         own = [n for n, x in vars(found).items() if inspect.isfunction(x)]

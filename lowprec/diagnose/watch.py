@@ -1,7 +1,7 @@
 """The calls of attention of somebody's training step, measured while its backward passes by.
 
-Inside one forward of the model three doors are watched, each for what goes through no inner one:
-the operator of this package (`GPT`, `lowprec.sdpa`), torch.nn.functional's
+Inside one forward of the model four doors are watched, each for what goes through no inner one:
+the operator of this package (`GPT`, `lowprec.sdpa`) and its impl="sdpa", torch.nn.functional's
 scaled_dot_product_attention where it is called by that name, and transformers' registry of
 attention functions (eager, flash, ...). A hook on each call's output sees do, and measures before
 the gradient goes on: then the graph from q back to W_Q is still there. Hooks change no gradient
@@ -42,6 +42,7 @@ USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "
 """What production kernels do, where it is not FA2."""
 
 FAILED = "the forward ended before its output"
+SEVERAL = "several backward passes came through it"
 NO_GRADIENT = "it has no gradient (under checkpointing take use_reentrant=False)"
 
 STEPS: list[Watch] = []
@@ -123,6 +124,7 @@ class Watch:
         if q.dim() != 4:
             seen.left_out[layer] = "its sizes are not those of plain attention"
             return
+        k, v = (x.expand(len(q), -1, -1, -1) if len(x) == 1 else x for x in (k, v))
         dense = how.get("dense") if mask is None else mask
         rows = _begun(dense, how.get("keys"), len(q))[: self.sequences]
         count, of_rows = len(rows), _taken(rows)
@@ -153,6 +155,10 @@ class Watch:
             if not self.back:
                 self.seen, self.back = seen, True
             if self.seen is not seen:  # of another forward of this step
+                return
+            if layer in seen.found or layer in seen.left_out:  # one alone is not the step's
+                seen.found.pop(layer, None)
+                seen.left_out.setdefault(layer, SEVERAL)
                 return
             do = do.transpose(1, 2) if turned else do[None] if flat else do
             # what a policy governs is read as it is, other attention as in training in 16 bits
@@ -230,6 +236,7 @@ def _open(watch):
     if not INSIDE:
         _replace(F, "scaled_dot_product_attention", _torch)
         _replace(operator, OPERATOR, _operator)
+        _replace(operator, "stock", _stock)
         if registry := sys.modules.get("transformers.modeling_utils"):
             _replace(registry.AttentionInterface, "get_interface", _registry)
     INSIDE.append(watch)
@@ -265,6 +272,16 @@ def _torch(original):
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         for watch in _unseen(before):  # `lowprec.sdpa` under this name goes by `_operator`
             watch.saw(query, key, value, o, attn_mask, is_causal, how.get("scale"))
+        return o
+
+    return attention
+
+
+def _stock(original):
+    def attention(q, k, v, causal, scale, dense=None):
+        o = original(q, k, v, causal, scale, dense)
+        for watch in INSIDE:
+            watch.saw(q, k, v, o, dense, causal, scale)
         return o
 
     return attention
