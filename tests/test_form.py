@@ -1,4 +1,4 @@
-"""A page in the new form: what stands first, what is folded, and what a reader sees of it."""
+"""The form of a page: what stands first, what is folded, and what a reader sees of it."""
 
 import ast
 import json
@@ -51,12 +51,6 @@ def page_of(*cells, name="the_explosion", parameters=None):
     page = notebook.as_page(nb, name, "recorded", 12.4, parameters)
     nbformat.validate(page)
     return page
-
-
-def test_the_question_tells_the_form():
-    assert form.is_new(new_notebook(cells=[text(HEAD)]))
-    assert not form.is_new(new_notebook(cells=[text("# A\n\nThe **Question.** is")]))
-    assert not form.is_new(new_notebook(cells=[cell(HEAD)])) and not form.is_new(new_notebook())
 
 
 def test_the_lead_figure_is_moved_under_the_answer():

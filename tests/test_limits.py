@@ -1,4 +1,4 @@
-"""A page in the new form keeps within what a reader, and whoever changes it, can take in."""
+"""A page keeps within what a reader, and whoever changes it, can take in."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ CONVERTED = [
     "laboratory/production_kernels_on_cpu",
     "laboratory/ties_or_silence",
 ]
-"""Pages in the new form that are held to the limits."""
+"""Those that are held to the limits."""
 
 
 def source(name):
@@ -71,7 +71,6 @@ def source(name):
 @pytest.mark.parametrize("name", CONVERTED)
 def test_the_source_of_a_page_keeps_within_the_limits(name):
     nb = source(name)
-    assert form.is_new(nb)
     assert limits.beyond(limits.of_source(nb), name) == []
 
 
@@ -132,10 +131,6 @@ def test_what_a_reader_sees_is_counted():
         "words": 1 + 3 + 12 + 2 * 2 + 1, "boxes": 1, "figures": 1, "twice": 1, "answer": 11,
         "numbers": 2, "sentence": 9, "seconds": 12,
     }  # fmt: skip
-
-
-def test_a_lead_that_is_shown_again_is_twice():
-    assert limits.of_page(page(new_code_cell("x", id="first-figure")))["twice"] == 1
 
 
 def test_sentences_end_with_their_paragraph_item_or_stop():

@@ -15,7 +15,6 @@ import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lowprec import UserError
-from lowprec.evidence import words
 from lowprec.publish import limits, notebook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,11 +145,11 @@ def test_a_page_carries_its_provenance_and_no_trace_of_the_machine(tmp_path):
     assert (about["notebook"], about["profile"]) == ("question", "recorded")
     assert [v["verdict"] for v in about["verdicts"]] == ["supported"]
     assert [f["name"] for f in about["figures"]] == ["live", "loss"]
-    rerun = page.cells[1].source
+    rerun = page.cells[-1].source
     assert "papermill notebooks/question.ipynb out.ipynb -f notebooks/profiles/recorded" in rerun
     assert 'Computed on this page: <a href="#figure-live">live</a>.' in rerun
     assert 'recorded on NVIDIA H200: <a href="#figure-loss">loss</a>.' in rerun
-    assert "{cite:t}`qiu2025`" in page.cells[-1].outputs[0].data["text/markdown"]
+    assert "{cite:t}`qiu2025`" in page.cells[-2].outputs[0].data["text/markdown"]
     assert not [name for name in os.listdir(tmp_path / "out") if name != "page.ipynb"]
     nbformat.validate(page)
 
@@ -159,7 +158,7 @@ def test_a_table_is_the_same_text_in_every_execution(tmp_path):
     table = "from lowprec.publish.plots import show_table\nimport pandas as pd\n"
     source = write_notebook(tmp_path / "question.ipynb", table + "show_table(pd.DataFrame([1]))")
     page = notebook.execute(source, tmp_path / "page.ipynb")
-    (output,) = page.cells[-1].outputs
+    (output,) = page.cells[-2].outputs
     assert output.data["text/plain"] == "<pandas.io.formats.style.Styler>"
 
 
@@ -173,9 +172,10 @@ def test_a_home_at_the_root_is_no_trace(monkeypatch):
 def test_a_page_with_parameters_says_so_and_reads_without_the_book(tmp_path):
     source = write_notebook(tmp_path / "question.ipynb", VERDICT)
     page = notebook.execute(source, tmp_path / "page.ipynb", "recorded", {"seeds": 7})
-    rerun = page.cells[1].source
-    assert "-f notebooks/profiles/recorded.yaml -p seeds 7\n" in rerun and "Download" not in rerun
-    verdict = page.cells[-1].outputs[0].data["text/markdown"]
+    rerun = page.cells[-1].source
+    assert "-f notebooks/profiles/recorded.yaml -p seeds 7\n" in rerun
+    assert not any("download" in cell.source for cell in page.cells)
+    verdict = page.cells[-2].outputs[0].data["text/markdown"]
     assert verdict.startswith("**Supported.** Two is small.") and "cite" not in verdict
     assert "\n\nMeasured with seeds=7; the sentence" in verdict
 
@@ -205,28 +205,7 @@ def test_an_empty_text_leaves_no_output(tmp_path):
     code = "from IPython.display import Markdown\ndisplay(Markdown('')); Markdown('x')"
     source = write_notebook(tmp_path / "question.ipynb", code)
     page = notebook.execute(source, tmp_path / "page.ipynb")
-    assert [o.data["text/markdown"] for o in page.cells[-1].outputs] == ["x"]
-
-
-def test_the_figure_tagged_lead_is_shown_first_too():
-    shown = '<figure id="figure-x"><path id="x-a"/><use href="#x-a"/></figure>'
-    about = dict(name="x", id="figure-x", alt="a", caption="c", hardware=None)
-    data = {"text/html": shown, "image/png": "", words.FIGURE_MIME: about}
-    head = "# A question\n\nAn answer."
-    table = "More of it.\n\n| | |\n|---|---|\n| Question | Which? |"
-    figure = new_code_cell("draw()", outputs=[new_output("display_data", data=data)])
-    figure.metadata["tags"] = ["hide-input", "lead"]
-    nb = new_notebook(cells=[new_markdown_cell(f"{head}\n\n{table}"), figure])
-    page = notebook.as_page(nb, "question", "recorded", 1.0)
-    assert [c.source for c in (page.cells[0], page.cells[2])] == [head, table]
-    lead = page.cells[1].outputs[0].data
-    twice = '<figure ><path id="lead-x-a"/><use href="#lead-x-a"/></figure>'
-    assert lead["text/html"] == twice and words.FIGURE_MIME not in lead
-    assert page.cells[-1].outputs[0].data["text/html"] == shown
-    nbformat.validate(page)
-    nb.cells[0].source = "# A question"
-    with pytest.raises(UserError, match="the first cell needs a title and, after an empty line"):
-        notebook.as_page(nb, "question", "recorded", 1.0)
+    assert [o.data["text/markdown"] for o in page.cells[-2].outputs] == ["x"]
 
 
 def test_a_table_shows_minus_signs():
@@ -234,7 +213,7 @@ def test_a_table_shows_minus_signs():
     cell = new_code_cell("t", outputs=[new_output("display_data", data={"text/html": html})])
     nb = new_notebook(cells=[new_markdown_cell("# A"), cell])
     page = notebook.as_page(nb, "11", "recorded", 1)
-    shown = page.cells[-1].outputs[0].data["text/html"]
+    shown = page.cells[-2].outputs[0].data["text/html"]
     assert shown == html.replace("-0.5", "−0.5")
 
 

@@ -20,12 +20,10 @@ from packaging.utils import canonicalize_name
 
 import lowprec
 from lowprec.evidence.registry import pages
-from lowprec.publish import form
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = [ROOT / f"notebooks/{name}.ipynb" for name in (*pages(ROOT / "notebooks"), "_template")]
 PYTHONS = ("3.11", "3.12", "3.13")
-HEADER = ("Question", "Hypothesis", "Prediction", "Refuted if", "Rivals", "Parameters", "Needs")
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -126,11 +124,7 @@ def test_notebook_has_the_form_that_readers_and_papermill_rely_on(path):
     cells = nb["cells"]
     title = "".join(cells[0]["source"])
     assert cells[0]["cell_type"] == "markdown" and title.startswith("# ")
-    if form.is_new(nb):
-        assert re.search(r"(?ms)^\*\*Question\.\*\* .+^\*\*Answer\.\*\* .", title)
-    else:
-        rows = re.findall(r"^\| *([^|]+?) *\| *((?:\\\||[^|\n])+?) *\|$", title, re.MULTILINE)
-        assert [name for name, _ in rows if name in HEADER] == list(HEADER)
+    assert re.search(r"(?ms)^\*\*Question\.\*\* .+^\*\*Answer\.\*\* .", title)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert "parameters" in code[0]["metadata"].get("tags", [])
     assert "".join(code[0]["source"]).startswith('profile: str = "recorded"')

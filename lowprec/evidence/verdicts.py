@@ -114,14 +114,14 @@ class Result:
         c = self.claim
         return self._paragraphs(f"**{self.verdict.capitalize()}.** {c.sentence}", c.source)
 
-    def myst(self, target: bool = False) -> str:
+    def myst(self) -> str:
         """The same for a page of the book: a box in the verdict's colour, the source a citation and
-        each threat a link. target: other pages link to this box, as claim-ID."""
+        each threat a link."""
         c = self.claim
         source = c.source and f"{{cite:t}}`{c.source}`"
         body = self._paragraphs(c.sentence, source, threat_links(c))
         head = f":::{{admonition}} {self.verdict.capitalize()}\n:class: {BOXES[self.verdict]}\n"
-        return f"{head}{f':name: claim-{c.id}' if target else ''}\n{body}\n:::\n"
+        return f"{head}\n{body}\n:::\n"
 
     def judged(self) -> str:
         """How it was judged, in MyST: measurement, rule, source, and what each unit gave."""

@@ -22,15 +22,6 @@ WORDS_A_MINUTE = 230
 PLACE = re.compile(r'\n*<p class="lowprec-place">.*?</p>', re.DOTALL)
 
 
-def is_new(nb) -> bool:
-    """Whether a notebook is in this form; the other pages are laid out as they always were."""
-    cells = nb["cells"]
-    if not cells or cells[0]["cell_type"] != "markdown":
-        return False
-    lines = "".join(cells[0]["source"]).split("\n")
-    return any(line.startswith("**Question.**") for line in lines)
-
-
 def arrange(nb, about: dict, rerun: str, root: Path | None) -> None:
     """Lay out an executed notebook in place: the lead figure, folds, verdicts, place and rerun.
 
@@ -48,7 +39,7 @@ def arrange(nb, about: dict, rerun: str, root: Path | None) -> None:
         _leave_out_silent(nb)
     elif root is not None:
         _show_in_place(nb)
-    if root is not None:
+    if root is not None and nb.cells[0].cell_type == "markdown":
         nb.cells[0].source = with_place(nb, about, root)
     nb.cells.append(_folded("Rerun, machine, files", rerun, "rerun", fold))
 

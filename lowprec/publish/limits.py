@@ -1,6 +1,6 @@
 """Where every page stands: how much it asks of a reader, and of whoever changes it.
 
-A page in the new form is held to its limits by tests/test_limits.py. What is folded is not counted.
+A page is held to its limits by tests/test_limits.py. What is folded is not counted.
 """
 
 from __future__ import annotations
@@ -66,13 +66,12 @@ def of_page(nb: dict) -> dict[str, int]:
         if "fold" not in cell["metadata"].get("tags", []) for output in cell.get("outputs", [])
     ]  # fmt: skip
     names = [data[FIGURE_MIME]["name"] for data in shown if FIGURE_MIME in data]
-    again = sum(cell.get("id") == "first-figure" for cell in nb["cells"])
     answer = answer_of("".join(nb["cells"][0]["source"]))
     return {
         "words": len(form.words("\n\n".join(texts))),
         "boxes": sum(CLAIM_MIME in data for data in shown),
         "figures": len(set(names)),
-        "twice": len(names) - len(set(names)) + again,
+        "twice": len(names) - len(set(names)),
         "answer": len(form.words(answer)),
         "numbers": len(re.findall(r"(?<![\w.])\d[\d.,]*(?: of \d[\d.,]*)?", answer)),
         "sentence": max((len(form.words(text)) for text in sentences(texts)), default=0),

@@ -282,15 +282,6 @@ def _sentence(source: Path, error) -> UserError | None:
     return None
 
 
-def _show_verdict(output) -> None:
-    """Give a verdict the looks it has in the book."""
-    from lowprec.evidence.verdicts import Result
-
-    if CLAIM_MIME in output.get("data", {}):
-        result = Result.from_dict(output.data[CLAIM_MIME])
-        output.data["text/markdown"] = result.myst(target=result.registered)
-
-
 def as_page(
     nb, name: str, profile: str, seconds: float, parameters: dict | None = None, minutes: float = 0
 ):
@@ -315,13 +306,10 @@ def as_page(
             data = [o.get("data", {}) for o in outs]
             seen = [d.get("text/markdown") != "" and FACTS_MIME not in d for d in data]
             cell.outputs = [o for o, see in zip(outs, seen, strict=True) if see]
-    in_form = form.is_new(nb)
     for output in outputs:
         _scrub(output)
         if parameters and CLAIM_MIME in output.get("data", {}):
             output.data["text/markdown"] += f"\n\n{_measured_with(parameters)}\n"
-        elif not in_form:
-            _show_verdict(output)
     about = {
         "notebook": name,
         "profile": profile,
@@ -344,12 +332,8 @@ def as_page(
         "language_info": {"name": "python", "pygments_lexer": "ipython3"},
         "lowprec": about,
     }
-    if in_form:
-        root = None if parameters else repo_root()
-        form.arrange(nb, about, _rerun(about, parameters or {}), root)
-    else:
-        nb.cells.insert(1, _rerun_cell(about, parameters or {}))
-        _show_lead(nb)
+    root = None if parameters else repo_root()
+    form.arrange(nb, about, _rerun(about, parameters or {}), root)
     return nb
 
 
@@ -377,39 +361,6 @@ def _fill(nb, about: dict) -> None:
 def _measured_with(parameters: dict) -> str:
     given = ", ".join(f"{name}={value!r}" for name, value in parameters.items())
     return f"Measured with {given}; the sentence and its rule are about the page's own parameters."
-
-
-def _show_lead(nb) -> None:
-    """Show the figure of the cell tagged `lead` a second time, under the first paragraph.
-
-    The first cell is divided for it; its other paragraphs and its header table follow.
-    """
-    from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
-
-    for cell in nb.cells:
-        if "lead" not in cell.metadata.get("tags", []):
-            continue
-        output = next((o for o in cell.outputs if FIGURE_MIME in o.get("data", {})), None)
-        if output is None:  # a profile may leave it out
-            return
-        about = output.data[FIGURE_MIME]
-        markup = output.data["text/html"].replace(f'id="{about["id"]}"', "")
-        for mark in ('id="', 'href="#', "url(#"):  # the ids inside a figure begin with its name
-            markup = markup.replace(f"{mark}{about['name']}-", f"{mark}lead-{about['name']}-")
-        data = {"text/html": markup, "image/png": output.data["image/png"]}
-        metadata = {"image/png": {"alt": about["alt"]}}
-        if nb.cells[0].cell_type != "markdown" or "\n\n" not in nb.cells[0].source:
-            raise UserError("the first cell needs a title and, after an empty line, a paragraph")
-        title, first, *rest = nb.cells[0].source.split("\n\n", 2)
-        lead = new_code_cell(
-            f"# The figure {about['name']}, from below.",
-            id="first-figure",
-            metadata={"tags": ["remove-input"]},
-            outputs=[new_output("display_data", data=data, metadata=metadata)],
-        )
-        nb.cells[0].source = f"{title}\n\n{first}"
-        nb.cells[1:1] = [lead, *(new_markdown_cell(text, id="header") for text in rest)]
-        return
 
 
 def _merge_streams(outputs: list) -> list:
@@ -467,8 +418,8 @@ def processor(cpuinfo: str) -> str:
     return ", ".join([name, *[unit for unit in VECTORS if unit in said.get("flags", ())][:1]])
 
 
-def _rerun(about: dict, parameters: dict, *more: str) -> str:
-    """How to rerun a page and what ran where, in Markdown; more: further items of the list."""
+def _rerun(about: dict, parameters: dict) -> str:
+    """How to rerun a page and what ran where, in Markdown."""
     computed = [f for f in about["figures"] if not f["hardware"]]
     recorded: dict[str, list] = {}
     for figure in about["figures"]:
@@ -488,7 +439,7 @@ def _rerun(about: dict, parameters: dict, *more: str) -> str:
         badges.append(f"Drawn from runs recorded on {html.escape(machine)}: {links(figures)}.")
     if about["gpu_minutes"]:
         badges.append(f"GPU minutes behind the runs that it reads: {about['gpu_minutes']:,}.")
-    items = "\n".join(f"<li>{badge}</li>" for badge in (*badges, *more))
+    items = "\n".join(f"<li>{badge}</li>" for badge in badges)
     given = "".join(f" -p {key} {shlex.quote(str(value))}" for key, value in parameters.items())
     source = f"notebooks/{about['notebook']}.ipynb"
     return f"""Rerun this page:
@@ -500,16 +451,6 @@ papermill {source} out.ipynb -f notebooks/profiles/{about["profile"]}.yaml{given
 <ul class="lowprec-provenance">
 {items}
 </ul>"""
-
-
-def _rerun_cell(about: dict, parameters: dict):
-    """The markdown cell after the title: how to rerun, what to download, what ran where."""
-    from nbformat.v4 import new_markdown_cell
-
-    offered = "" if parameters else form.downloads(about["notebook"])
-    more = [f"{offered[0].upper()}{offered[1:]}."] if offered else []
-    text = _rerun(about, parameters, *more)
-    return new_markdown_cell(text, id="rerun", metadata={"tags": ["rerun"]})
 
 
 # Command line

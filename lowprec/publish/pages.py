@@ -108,15 +108,15 @@ def renew(root: Path, registry: dict[str, Claim], found: dict[str, Result]) -> N
 
 
 def renew_places(root: Path, executed) -> bool:
-    """Say anew where each page in the new form stands in the book, which its contents decide;
-    whether some page stands elsewhere than it said.
+    """Say anew where each page stands in the book, which its contents decide; whether some page
+    stands elsewhere than it said.
 
     A page keeps its time: what it was computed from has not changed.
     """
     import nbformat
 
     moved = False
-    for name in (name for name, nb in executed.items() if form.is_new(nb)):
+    for name in executed:
         path = root / "book" / "executed" / f"{name}.ipynb"
         nb = nbformat.read(path, 4)
         place = form.with_place(nb, nb.metadata["lowprec"], root)
