@@ -109,6 +109,14 @@ def test_only_some_of_its_runs(file, here):
     assert again == {"low-seed1": "recorded before, when the campaign file had another text"}
 
 
+def test_of_a_run_of_another_text_it_is_said_before_others_begin(file, here, capfd):
+    run_campaign(file, only=("low-seed1",))
+    file.write_text(file.read_text() + "# another prediction\n")
+    run_campaign(file, only=("low-*",))
+    said = capfd.readouterr().err
+    assert "low-seed1: recorded before, when the campaign file had another text\n" in said
+
+
 def test_the_copy_beside_the_runs_is_that_of_the_last_and_earlier_ones_stay(file, here, capfd):
     out = file.parent / "runs"
     file.write_text(ONE_RUN.replace("STEPS", "4"))

@@ -168,6 +168,12 @@ def test_leading_dimensions_must_be_alike(q, k):
         sdpa(torch.ones(q), torch.ones(k), torch.ones(k))
 
 
+def test_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.ones(3, 2, 8), torch.ones(5, 2, 8)], layout=torch.jagged)
+    with pytest.raises(UserError, match="nested tensors"):
+        sdpa(*[x.transpose(1, 2)] * 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dtypes_that_are_refused(dtype, autocast):

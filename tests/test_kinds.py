@@ -362,7 +362,10 @@ FRAME = pd.DataFrame({"a": [0.0, 1.0]})
         (lambda: plots.courses({"a": FRAME.a}, "f", "C."), "f needs label=, what its y axis"),
         (lambda: plots.heat(pd.DataFrame({"a": ["x"]}), "f", "C."), "must be of numbers"),
         (lambda: plots.heat(FRAME * np.nan, "f", "C."), "f has nothing to draw"),
-        (lambda: plots.heat(FRAME, "f", "C.", scale="log"), "need a floor= above 0"),
+        (lambda: plots.heat(FRAME, "f", "C.", scale="log"), "some above a floor= above 0"),
+        (lambda: plots.heat(FRAME, "f", "C.", scale="log", floor=-1), "some above a floor="),
+        (lambda: plots.heat(FRAME, "f", "C.", scale="log", floor=2), "some above a floor="),
+        (lambda: plots.heat(1 / FRAME, "f", "C."), "that of an infinite number"),
         (lambda: plots.heat(FRAME, "f", "C.", scale="cubic"), "scale='cubic' must be linear"),
     ],
 )  # fmt: skip

@@ -928,6 +928,15 @@ def test_numbers_that_are_added_to_the_scores_are_said():
             watched(model, lambda model=model, x=x: model(x).square().sum(), sequences=16)
 
 
+def test_a_first_batch_of_one_token_a_sequence_ends_no_training(hub):
+    model = llama(hub)
+    with Monitor(model, every=1) as monitor:
+        for length in (1, 40):
+            of_hub(model, tokens(length=length))().backward()
+            table = monitor.step()
+            assert (table is None) == (length == 1)
+
+
 def test_one_token_of_many_sequences_has_no_mean_score():
     model, x = Plain(mask=torch.eye(4, dtype=torch.bool)), torch.randn(20, 4, 32)
     monitor = Monitor(model, every=1, sequences=16)

@@ -45,6 +45,9 @@ def test_gpu_minutes_are_those_of_runs_on_their_own_or_packed(tmp_path):
     files = [tmp_path / name for name in ("run.json", "metrics.parquet", "runs.jsonl")]
     assert reads.gpu_minutes(files) == 1.5 + 1.5 + 6
     assert reads.gpu_minutes(files[1:2]) == 0
+    sittings = dict(seconds=150.0, steps=6, processes=1, earlier=[dict(steps=4, processes=4)])
+    (tmp_path / "run.json").write_text(json.dumps(gpu | sittings))
+    assert reads.gpu_minutes(files[:1]) == 5  # 50 s a step on one GPU
 
 
 def test_what_is_made_is_no_dependency(tmp_path):

@@ -106,9 +106,10 @@ def test_logrank_by_hand():
     assert scipy.stats.chi2.isf(row.p, 1) == pytest.approx((3 - expected) ** 2 / variance, rel=1e-9)
 
 
+@pytest.mark.parametrize("size", [3, 1])
 @pytest.mark.parametrize("censored", [[], [2, 6], [5, 6, 7], [2, 3]])
-def test_the_permutation_test_is_the_count_over_all_arrangements(censored):
-    """Of scipy's log-rank statistic, for all ways to deal eight runs to arms of three and five."""
+def test_the_permutation_test_is_the_count_over_all_arrangements(censored, size):
+    """Of scipy's log-rank statistic, for all ways to deal eight runs to two arms."""
     ends, exploded = np.array([1, 2, 4, 3, 5, 5, 6, 7]), ~np.isin(np.arange(8), censored)
 
     def statistic(first):
@@ -116,12 +117,14 @@ def test_the_permutation_test_is_the_count_over_all_arrangements(censored):
         times = (scipy.stats.CensoredData.right_censored(ends[i], ~exploded[i]) for i in sides)
         return abs(scipy.stats.logrank(*times).statistic)
 
-    every = np.array([statistic(first) for first in combinations(range(8), 3)])
-    base, other = (
-        arm(x, ends[i], exploded[i]) for x, i in (("low", [0, 1, 2]), ("b", [*range(3, 8)]))
+    every = np.array([statistic(first) for first in combinations(range(8), size)])
+    low, b = (
+        arm(x, ends[i], exploded[i]) for x, i in (("low", range(size)), ("b", range(size, 8)))
     )
-    row = compare_arms(pd.concat([base, other]), "low", test="permutation").iloc[1]
-    assert row.p == pytest.approx((every >= statistic([0, 1, 2]) - 1e-9).mean())
+    p = (every >= statistic(range(size)) - 1e-9).mean()
+    for base, other in ((low, b), (b, low)):
+        found = compare_arms(pd.concat([base, other]), base.arm.iloc[0], test="permutation")
+        assert found.iloc[1].p == pytest.approx(p)
 
 
 def test_medians():

@@ -68,6 +68,8 @@ def sdpa(
     if _simple(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, impl, scores):
         if _known(policy, query.dtype) == (False, True):
             return _pytorch(query, key, value, scale, attn_mask=attn_mask, is_causal=is_causal)
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise UserError("nested tensors are not taken: pad them and give an attn_mask")
     if not 0 <= dropout_p <= 1:
         raise UserError(f"dropout_p={dropout_p} must be from 0 to 1")
     if min(t.dim() for t in (query, key, value)) < 2:

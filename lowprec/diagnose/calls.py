@@ -376,7 +376,7 @@ def plain_length(mask, causal: bool, q, k, window=None, positions=None, count=No
         return "its queries and keys differ in number"
     if mask is not None and not torch.is_tensor(mask):
         return f"its mask is a {type(mask).__name__}"
-    if (mask is None or mask.dim() == 2) and not causal:
+    if (mask is None or mask.dim() == 2) and not causal and length > 1:  # one token sees all
         return "it is not causal"
     ends = [length, window or length]
     if mask is not None:

@@ -66,7 +66,7 @@ class Arm:
 
     @property
     def onsets(self) -> dict[int, int]:
-        """The step at which each run that exploded did, {seed: step}."""
+        """The step at which each run exploded, or began to rise unconfirmed, {seed: step}."""
         return {s: run.explosion.onset for s, run in self.by_seed.items() if run.explosion}
 
     def only(self, seeds) -> Arm:
@@ -350,6 +350,10 @@ def _permutation(base: pd.DataFrame, other: pd.DataFrame) -> float:
         # no variance: no explosion could tell the arms apart
         return np.divide(more, np.sqrt(variance), out=np.zeros(more.shape), where=variance > 0)
 
+    if min(len(base), len(other)) == 1:  # scipy asks for two runs and more
+        numbers = np.arange(len(both))
+        dealt = np.array([statistic(numbers[[i]], np.delete(numbers, i)) for i in numbers])
+        return float((dealt >= dealt[0 if len(base) == 1 else -1] - 1e-12).mean())
     found = scipy.stats.permutation_test(
         np.split(np.arange(len(both)), [len(base)]), statistic, vectorized=True, batch=1_000,
         n_resamples=20_000, alternative="greater", random_state=0,

@@ -292,22 +292,3 @@ MARKUP = re.compile(
 def words(text: str) -> list[str]:
     """The words of a text in Markdown; a formula without spaces is one."""
     return [word for word in MARKUP.sub(" ", text).split() if re.search(r"\w", word)]
-
-
-OTHERWISE = {
-    "twin": r"partners?|healthy arms?|one-field variants?",
-    "clean δ": r"unrounded outputs?|output before rounding",
-    "fresh rounding": r"redrawn|rounded afresh",
-}
-"""The one name of a thing, and names for it that prose does not use."""
-CODE = re.compile(r"```.*?```|`[^`]*`|\{\{?.*?\}\}?|\]\([^)]*\)", re.DOTALL)
-
-
-def other_names(text: str) -> list[str]:
-    """What a text calls by another name than the book's, with that; not in code and addresses."""
-    text = CODE.sub(" ", text)
-    return [
-        f"{found}: say {name}"
-        for name, others in OTHERWISE.items()
-        for found in re.findall(rf"\b(?:{others})\b", text, re.IGNORECASE)
-    ]

@@ -136,7 +136,7 @@ def plain(tex: str) -> str:
     text = re.sub(r"\\([a-z]+)(?:\s+(?!=))?", lambda name: SIGNS.get(name[1], name[1]), text)
     text = text.replace("\\,", " ").replace("·", " · ").replace("×", " × ").replace("…", " … ")
     raised = r"\^(?:\{([^}]*)\}|(\S))"
-    text = re.sub(raised, lambda up: "".join(RAISED[c] for c in up[1] or up[2]), text)
+    text = re.sub(raised, lambda up: "".join(RAISED.get(c, c) for c in up[1] or up[2]), text)
     return " ".join(re.sub(r"[{}]", "", text).replace("-", "−").split())
 
 

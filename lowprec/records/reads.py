@@ -133,7 +133,18 @@ def gpu_minutes(files) -> float:
         elif path.name == "runs.jsonl":
             texts += path.read_text().splitlines()
     infos = [info for info in map(json.loads, texts) if "NVIDIA" in info["hardware"]]
-    return sum(info["seconds"] * info.get("processes", 1) for info in infos) / 60
+    return sum(map(_gpu_seconds, infos)) / 60
+
+
+def _gpu_seconds(info: dict) -> float:
+    """Of a run that several numbers of GPUs made, as if each step took as long on one GPU."""
+    if not (earlier := info.get("earlier")):
+        return info["seconds"] * info.get("processes", 1)
+    parts = [*earlier, info]
+    ends = [0, *(part["steps"] for part in parts)]
+    shares = [(end - begin) / part.get("processes", 1)
+              for begin, end, part in zip(ends, ends[1:], parts, strict=False)]  # fmt: skip
+    return info["seconds"] * info["steps"] / sum(shares)
 
 
 def _made(path: Path) -> bool:

@@ -121,7 +121,8 @@ class Run:
             sure = "confirmed" if e.confirmed else f"seen for less than {PATIENCE} steps"
             exploded = f"at step {e.onset:,}, {sure}"
         norm = self.metrics.grad_norm.tail(last).median()
-        usual = dict(positions="learned", norm="layer", mlp="gelu", n_kv_head=None)
+        usual = dict(positions="learned", norm="layer", mlp="gelu", n_kv_head=None, qk_norm=False,
+                     center_keys=False, gate=False, logit_softcap=0.0)  # fmt: skip
         parts = "".join(f", {k} {v}" for k in usual if (v := config.get(k, usual[k])) != usual[k])
         layers = "".join(f", {k}: {v}" for k, v in config.get("layers", {}).items())
         used = f", {info['mfu']:.0%} of the peak rate" if "mfu" in info else ""

@@ -89,7 +89,7 @@ def run_campaign(
     result = {job.name: "" if job in missing else _before(job) for job in jobs}
     if missing:
         for name, text in result.items():
-            if text.startswith(("recorded before, with", "failed")):
+            if text.startswith(("recorded before,", "failed")):
                 print(f"{name}: {text}", file=sys.stderr)
         local = slurm is None
         where = Local(missing, gpus, processes) if local else Cluster(missing, gpus, slurm)

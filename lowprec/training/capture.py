@@ -275,7 +275,10 @@ class Capture:
         except (lzma.LZMAError, SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{path} is damaged or no capture ({error}); restore it") from None
         if header.get("format") != FORMAT:
-            raise UserError(f"{path} is not a capture of the format {FORMAT}")
+            raise UserError(
+                f"{path} is not a capture of the format {FORMAT}; of a model give the folder that "
+                "save_pretrained of transformers makes"
+            )
         if header.get("sha256") != digest(tensors, header):
             raise UserError(f"{path} differs from its sha256; restore it from git or record again")
         meta = {n: json.loads(v) for n, v in header.items() if n not in ("format", "sha256")}

@@ -352,5 +352,9 @@ class Recorder:
         self.info["weights_sha256"] = weights_sha256(model.state_dict())
         self.flush(end, model)
         if self.group.rank == 0:
-            os.rename(self.part, out)  # first, so that what is killed in between can be resumed
+            try:
+                os.rename(self.part, out)  # first: what is killed in between can be resumed
+            except OSError as error:
+                words = f"{out} came to be meanwhile ({error.strerror})"
+                raise UserError(f"{words}; the run is whole in {self.part}") from None
             (out / "checkpoint.pt").unlink(missing_ok=True)

@@ -126,10 +126,12 @@ def documents(source: Source) -> Iterator[str]:
     for label, load in source.loads:
         try:
             rows = datasets.load_dataset(**load, split="train", streaming=True)
-            for row in _from_json(rows) if label.endswith(".jsonl") else rows:
+            rows = _from_json(rows) if label.endswith(".jsonl") else rows
+            for number, row in enumerate(rows, 1):
                 if "text" not in row or not isinstance(row["text"], str | None):
+                    there = label if number == 1 else f"row {number:,} of {label}"
                     raise UserError(
-                        f"{label} has no column `text` with strings, its columns are "
+                        f"{there} has no column `text` with strings, its columns are "
                         f"{', '.join(row)}; rename the one to read."
                     )
                 if row["text"]:
