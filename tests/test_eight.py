@@ -89,7 +89,7 @@ def test_a_run_of_skipped_steps_has_an_end_with_a_name():
     for _ in range(PATIENCE):
         assert scaler.ended == [None, None]
         scaler.accept(torch.tensor([False, True]))
-    assert scaler.ended == [f"{PATIENCE} steps skipped, step {PATIENCE + 1}", None]
+    assert scaler.ended == [f"{PATIENCE} steps skipped, step {PATIENCE}", None]
     assert scaler.scale[0] > 0
 
 
@@ -248,7 +248,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_a_name(tmp_path, at_root, m
     monkeypatch.setattr(scaling, "PATIENCE", 4)
     config = TrainConfig(**TINY | {"steps": 12}, loss_scale="dynamic", spurious=1)
     run = train(config, tmp_path / "a")
-    assert run.info["ended"] == "4 steps skipped, step 4" and run.info["steps"] == 6
+    assert run.info["ended"] == "4 steps skipped, step 3" and run.info["steps"] == 6
     table = pd.DataFrame([dict(run=run, exploded=False, duration=6)])
     assert counted(table, 5) == (0, 1) and counted(table, 6) == counted(table) == (0, 0)
 

@@ -393,7 +393,7 @@ class LossScaler:
     """A loss scale for each seed, moved by one rule.
 
     scale: (seeds,) float32. skipped: (seeds,) steps that were. `ended` has for each seed None, or
-    where `PATIENCE` steps had been skipped in a row: "50 steps skipped, step 163".
+    where `PATIENCE` steps were skipped in a row, the last one named: "50 steps skipped, step 163".
     """
 
     def __init__(self, rule: LossRule | str, seeds: int = 1, device="cpu"):
@@ -414,7 +414,7 @@ class LossScaler:
         )
         self.skipped += ~fine
         for seed in (self.bad == PATIENCE).nonzero().flatten().tolist():
-            self.ended[seed] = self.ended[seed] or f"{PATIENCE} steps skipped, step {self.t}"
+            self.ended[seed] = self.ended[seed] or f"{PATIENCE} steps skipped, step {self.t - 1}"
         if every := self.rule.every:
             grown = self.good == every
             self.good = torch.where(grown, 0, self.good)
