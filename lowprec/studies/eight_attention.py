@@ -91,8 +91,8 @@ def replayed(name: str, capture, draws: int, some=slice(None)) -> pd.DataFrame:
     """A row each of `policies`, those of `some`; columns after them:
 
     w_q: error of the gradient of W_Q, as a share of its norm, against float64 attention on the same
-    inputs; delta: the same of delta; vanish: of `_vanish`. Those rounded at random are root mean
-    squares over `draws`.
+    inputs, rounded at random a root mean square over `draws`; delta: the same of delta, and vanish:
+    of `_vanish`, both of the first draw.
     """
     tensors = {x: capture.tensors[x] for x in ("q", "k", "v", "do")}
     how, right = dict(scale=capture.scale), exact_gradient(capture)

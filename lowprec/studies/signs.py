@@ -120,8 +120,8 @@ def mean_over_seeds(values: pd.Series) -> Measured:
     """Mean of a number of runs by (arm, seed), with the 95 % interval over seeds: runs of one seed
     share their batches and count once."""
     by_seed = values.groupby(level=1).mean()
-    half = stats.t.ppf(0.975, len(by_seed) - 1) * by_seed.std(ddof=1) / len(by_seed) ** 0.5
-    return Measured(values.mean(), len(values), (values.mean() - half, values.mean() + half))
+    mean, half = by_seed.mean(), stats.t.ppf(0.975, len(by_seed) - 1) * stats.sem(by_seed)
+    return Measured(mean, len(values), (mean - half, mean + half))
 
 
 def auc(bad, good) -> float:
