@@ -163,7 +163,7 @@ def test_a_is_filled_and_shows_no_facts(tmp_path):
     text = "\n".join(c.source for c in page.cells if c.cell_type == "markdown")
     assert text.startswith("# 8 runs\n") and "33.3% of 8, `{runs}`" in text
     assert page.metadata["lowprec"]["facts"] == {"runs": 8, "share": 1 / 3}
-    assert [o.output_type for o in page.cells[-1].outputs] == ["stream"]
+    assert [o.output_type for o in page.cells[-2].outputs] == ["stream"]
     assert FACTS_MIME not in (tmp_path / "page.ipynb").read_text()
 
 
