@@ -28,14 +28,13 @@ def heat(
     if not all(pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes):
         raise UserError(f"figure {name}: every column of its table must be of numbers")
     numbers, floor = frame.to_numpy(float), how.get("floor")
-    lowest, highest = np.nanmin(numbers, initial=np.inf), np.nanmax(numbers, initial=-np.inf)
     if not np.isfinite(numbers).any():
         raise UserError(f"figure {name} has nothing to draw: its table has no finite number")
     if np.isinf(numbers).any():
         raise UserError(f"figure {name}: no colour is that of an infinite number")
     if (scale := how.get("scale")) not in (None, "linear", "log", "centred"):
         raise UserError(f"figure {name}: {scale=} must be linear, log or centred")
-    shown = lowest > 0 if floor is None else highest > floor > 0
+    shown = np.nanmin(numbers) > 0 if floor is None else np.nanmax(numbers) > floor > 0
     if scale == "log" and not shown:
         raise UserError(
             f"figure {name}: a log scale takes numbers above 0, or some above a floor= above 0"

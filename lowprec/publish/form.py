@@ -39,7 +39,7 @@ def arrange(nb, about: dict, rerun: str, root: Path | None) -> None:
         _leave_out_silent(nb)
     elif root is not None:
         _show_in_place(nb)
-    if root is not None and nb.cells[0].cell_type == "markdown":
+    if root is not None:
         nb.cells[0].source = with_place(nb, about, root)
     nb.cells.append(_folded("Rerun, machine, files", rerun, "rerun", fold))
 
@@ -188,7 +188,10 @@ def box(result) -> str:
 
 
 def with_place(nb, about: dict, root: Path) -> str:
-    """The source of the first cell, its line of place new: part and page, minutes, downloads."""
+    """The source of the first cell, its line of place new: part and page, minutes, downloads. Code
+    has none."""
+    if nb["cells"][0]["cell_type"] != "markdown":
+        return nb["cells"][0]["source"]
     source = PLACE.sub("", "".join(nb["cells"][0]["source"]))
     title, _, rest = source.partition("\n")
     name = about["notebook"]
