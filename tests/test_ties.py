@@ -215,9 +215,9 @@ def test_the_rank_correlation_of_ties_with_sums_counts_late_steps():
 )
 def test_a_smaller_largest_weight_is_judged_as_its_runs_come(below, mended, verdicts, tmp_path):
     """below, mended: a character a seed of an arm of pow2, in whose place comes a run of FA2 that
-    explodes (x) or one with a refined δ that does not (.)."""
+    explodes (x) or one with a clean δ that does not (.)."""
     shutil.copy(RUNS / "pow2" / "campaign.yaml", tmp_path)
-    sources = {"x": RUNS / "mini" / "fa2", ".": RUNS / "refined" / "refined"}
+    sources = {"x": RUNS / "mini" / "fa2", ".": RUNS / "mini" / "o_fp32"}
     for arm, fates in (("fa2", below), ("refined", mended)):
         for seed, fate in enumerate(fates, 2):
             run = tmp_path / f"{arm}-seed{seed}"
