@@ -114,21 +114,24 @@ def grown(counts: pd.DataFrame, early: int = 800, late: int = 2400) -> pd.Series
 
 def fates(arms: dict, healthy) -> pd.DataFrame:
     """What became of the runs of some arms, {label: `survival.Arm`}, in words, a row a label:
-    exploded; NaN, ended so; take-off, in which a head takes off; rise; above, the last loss less
-    that of the healthy run with its seed, of runs without an explosion; σ, the largest of W_Q."""
+    exploded; NaN, ended so; take-off, in which a head takes off; rise, of runs that
+    come to step 600; above, the last loss less
+    that of the healthy run with its seed, of runs without an explosion;
+    the largest σ(W_Q) of the second layer."""
     rows = {}
     for label, arm in arms.items():
         runs = arm.by_seed
         gaps = [run.final_loss - healthy.by_seed[s].final_loss
                 for s, run in runs.items() if run.explosion is None]  # fmt: skip
         nan = sum(map(ended_in_nan, runs.values()))
+        rises = [rise(run) for run in runs.values() if len(run.metrics) > SETTLED]
         rows[label] = {
             "explode": f"{arm.exploded - nan} of {arm.n}",
             "NaN": f"{nan} of {arm.n}",
             "a head takes off": f"{taken(arm)} of {arm.n}",
-            "loss rose by": span(map(rise, runs.values())),
+            "loss rose by": span(rises) if rises else "–",
             "ends above clean δ by": span(gaps, "{:.3f}") if len(gaps) == arm.n else "–",
-            "largest σ(W_Q)": span([largest_norm(r).max() for r in runs.values()], "{:.0f}"),
+            "σ(W_Q), second layer": span([largest_norm(r).max() for r in runs.values()], "{:.0f}"),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
