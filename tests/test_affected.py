@@ -269,12 +269,43 @@ def test_a_model_ends_with_its_name_after_it_was_probed(hub, dtype, monkeypatch)
 
 
 def test_a_model_without_a_loss_is_one_sentence(hub):
-    with pytest.raises(UserError, match="a LlamaModel has no loss; take the whole model"):
+    with pytest.raises(UserError, match="a LlamaModel is no causal language model.*it has no loss"):
         affected.probe(small(hub, "llama").model, length=64)
 
 
+def test_a_model_that_reads_no_tokens_as_their_labels_is_one_sentence(hub):
+    config = small(hub, "llama").config
+    with pytest.raises(UserError, match="a LlamaForSequenceClassification is no causal language"):
+        affected.probe(hub.LlamaForSequenceClassification(config), length=64)
+    sizes = dict(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32,
+                 image_size=32, patch_size=16)  # fmt: skip
+    with pytest.raises(UserError, match="a ViTForImageClassification reads no tokens"):
+        affected.probe(hub.ViTForImageClassification(hub.ViTConfig(**sizes)))
+
+
+def test_a_fault_of_a_language_model_is_its_own(hub, monkeypatch):
+    model = small(hub, "llama")
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: x.nothing)
+    with pytest.raises(AttributeError, match="nothing"):
+        affected.probe(model, length=64)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_layers_have_the_numbers_of_the_model_where_it_has_them(hub, own):
+    """Some layers of a hybrid have no attention."""
+    kinds = ["conv", "full_attention", "conv", "full_attention"]
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=64, block_ff_dim=64)  # fmt: skip
+    model = hub.Lfm2ForCausalLM(hub.Lfm2Config(layer_types=kinds, **sizes))
+    if not own:
+        for layer in (1, 3):
+            del model.model.layers[layer].self_attn.layer_idx
+    assert affected.probe(model, length=48).layer.unique().tolist() == ([1, 3] if own else [0, 1])
+
+
 def test_another_module_is_for_the_monitor():
-    with pytest.raises(UserError, match="a Linear is no transformers model.*take lowprec.Monitor"):
+    with pytest.raises(UserError, match="a Linear is no transformers model.*lowprec.Monitor"):
         affected.probe(torch.nn.Linear(3, 3))
 
 

@@ -328,24 +328,98 @@ def test_our_function_under_the_name_of_torchs_is_measured_once(hub, monkeypatch
     pd.testing.assert_frame_equal(found, wanted, rtol=1e-3, atol=1e-6)
 
 
-def test_without_a_linear_map_the_gradient_is_dq():
-    torch.manual_seed(0)
-    layer, x = nn.MultiheadAttention(32, 2, batch_first=True), torch.randn(1, 24, 32)
-    mask = nn.Transformer.generate_square_subsequent_mask(24)
-    table = watched(
-        layer, lambda: layer(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0].sum()
-    )
-    assert (table["of"] == "dQ").all() and (table.gradient > 0).all()
+def test_without_a_linear_map_shares_are_of_dq_and_no_alarm_is_given(caplog):
+    """The limits of the alarm were chosen for gradients of W_Q."""
+    capture = Capture.load(CAPTURES / "fa2-b-seed4-1580.xz")
+    layer, x, do = Layer(capture), capture.tensors["x"], capture.tensors["do"]
+    w_q = nn.Parameter(layer.maps[0].weight.detach().clone())
+    layer.maps[0] = nn.Identity()
+    layer.maps[0].forward = lambda x: x @ w_q.mT
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"), Monitor(layer, every=1) as monitor:
+        for _ in range(2):
+            (layer(x) * do).sum().backward()
+            table = monitor.step()
+    assert table["of"].tolist() == ["dQ"] and not table.alarm.any()
+    assert caplog.text.count("layers that give no alarm: 0: no linear map was found") == 1
 
 
-def test_no_map_of_the_layer_before_is_taken_for_one_of_queries():
+@pytest.mark.parametrize("first", [True, False], ids=["sequence first", "batch first"])
+def test_maps_of_functions_are_found_as_those_of_modules_are(first):
     """PyTorch's layers call no module for W_Q, and q is made of what the one before put out."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=not first)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    mask, x = nn.Transformer.generate_square_subsequent_mask(24), torch.randn(1, 24, 32)
-    table = watched(model, lambda: model(x, mask=mask, is_causal=True)[..., 0].sum())
-    assert table.layer.tolist() == [0, 0, 1, 1] and set(table["of"]) == {"dQ"}
+    mask, x = nn.Transformer.generate_square_subsequent_mask(24), torch.randn(3, 24, 32)
+    x, plain = (x.transpose(0, 1) if first else x), F.linear
+    table = watched(
+        model, lambda: model(x, mask=mask, is_causal=True)[..., 0].square().sum(), sequences=3
+    )
+    assert F.linear is plain
+    grads = [layer.self_attn.in_proj_weight.grad[:32].view(2, -1) for layer in model.layers]
+    exact = torch.cat([g.norm(dim=1) for g in grads])
+    assert table.layer.tolist() == [0, 0, 1, 1] and set(table["of"]) == {"W_Q"}
+    assert table.gradient.to_numpy() == pytest.approx(exact.tolist(), rel=0.02)
+
+
+def test_two_monitors_hear_the_maps_of_functions():
+    torch.manual_seed(0)
+    layer, plain = nn.MultiheadAttention(32, 2, batch_first=True), F.linear
+    model, x = nn.Sequential(Attends(layer)), torch.randn(1, 24, 32)
+    first, second = Monitor(model, every=1), Monitor(model[0], every=1)
+    model(x).square().sum().backward()
+    tables = [first.step(), second.step()]
+    first.close()
+    second.close()
+    assert F.linear is plain and tables[0].equals(tables[1]) and set(tables[0]["of"]) == {"W_Q"}
+
+
+class Attends(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.layer(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+
+
+class Recursive(nn.Module):
+    """A model that calls itself for its next layer."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, depth=0):
+        x = self.layers[depth](x)
+        return x if depth + 1 == len(self.layers) else self(x, depth + 1)
+
+
+def test_a_model_that_calls_itself_is_one_forward():
+    torch.manual_seed(0)
+    layers, x = [Plain() for _ in range(3)], torch.randn(1, 40, 32)
+    tables = []
+    for model in (nn.Sequential(*layers), Recursive(layers)):
+        model.zero_grad()
+        tables.append(watched(model, lambda model=model: model(x).square().sum()))
+    pd.testing.assert_frame_equal(*tables)
+
+
+def test_after_a_forward_that_was_interrupted_the_next_is_watched():
+    torch.manual_seed(0)
+    layers, x = [Plain(), Plain()], torch.randn(1, 40, 32)
+    model = Recursive(layers)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with Monitor(model, every=1) as monitor:
+        hook = layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        hook.remove()
+        model(x).square().sum().backward()
+        assert monitor.step().layer.unique().tolist() == [0, 1]
 
 
 class Layer(nn.Module):
@@ -587,7 +661,8 @@ def test_numbers_that_are_not_finite_are_null_and_end_no_training(tmp_path, capl
         model.blocks[1].qkv.weight[0, 0] = float("nan")
     gpt_loss(model, 1).backward()
     monitor.step()
-    assert "not finite" in " ".join([*monitor.left_out.values(), caplog.text])
+    assert "not finite" in monitor.left_out[1]
+    assert caplog.text.count("layers that are not watched: ") == 1 and "not finite" in caplog.text
     assert "NaN" not in path.read_text()
 
 

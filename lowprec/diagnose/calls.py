@@ -7,6 +7,7 @@ layer put out, so that rotary positions, norms of q and fused projections need n
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -32,9 +33,13 @@ NOTHING = -1000.0
 class Linears:
     """What the linear maps of a model read and put out, from one call of attention to the next.
 
-    A context manager: inside, hooks are on all modules in the model. Itself it has none: it may be
-    going through its hooks when they are taken away.
+    A context manager: inside, hooks are on all modules in the model, and torch.nn.functional.linear
+    tells of weights that no linear map of its own holds, as in nn.MultiheadAttention. The model
+    itself has no hook: it may be going through its hooks when they are taken away.
     """
+
+    listening: list[Linears] = []
+    plain = staticmethod(F.linear)
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -42,17 +47,24 @@ class Linears:
 
     def _clear(self):
         self.inside, self.passed, self.last, self.attended = [], {}, (None, []), set()
+        self.bare = {}  # of a module, of what has passed the maps that it has as functions
 
     def __enter__(self):
         self.hooks, self.inside = [], [self.model]
         for module in list(self.model.modules())[1:]:
             self.hooks.append(module.register_forward_pre_hook(self._enter))
             self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        if not self.listening:
+            Linears.plain, F.linear = staticmethod(F.linear), _linear
+        self.listening.append(self)
         return self
 
     def __exit__(self, *_):
         for hook in self.hooks:
             hook.remove()
+        self.listening.remove(self)
+        if not self.listening:
+            F.linear = self.plain
         self._clear()
 
     def _enter(self, module, inputs):
@@ -65,22 +77,52 @@ class Linears:
             self.attended.remove(module)
             for part in module.modules():
                 self.passed.pop(part, None)
+                self.bare.pop(part, None)
             self.last = (None, []) if module is self.last[0] else self.last
-        linear = getattr(getattr(module, "weight", None), "ndim", 0) == 2
-        if linear and inputs and torch.is_tensor(output) and inputs[0].is_floating_point():
+        if (
+            _is_linear(module)
+            and inputs
+            and torch.is_tensor(output)
+            and inputs[0].is_floating_point()
+        ):
             self.passed[module] = inputs[0].detach(), _edge(output)
+
+    def heard(self, x, weight, y):
+        """A call of `torch.nn.functional.linear`: of no module's forward that is that map."""
+        if self.inside and not _is_linear(self.inside[-1]) and x.is_floating_point():
+            way = Bare(weight), x.detach(), _edge(y)
+            self.bare.setdefault(self.inside[-1], []).append(way)
 
     def before(self, q) -> Queries:
         """The way from q back, to the maps of the innermost module that has called any, or to those
         of the last call of attention, if that module has called none since."""
         around = [
-            (module, [(m, *self.passed[m]) for m in module.modules() if m in self.passed])
+            (module, [(m, *self.passed[m]) for m in module.modules() if m in self.passed]
+             + [way for m in module.modules() for way in self.bare.get(m, ())])
             for module in reversed(self.inside)
-        ]
+        ]  # fmt: skip
         around = [(module, maps) for module, maps in around if maps] or [self.last]
-        self.passed, self.last = {}, around[0]
+        self.passed, self.bare, self.last = {}, {}, around[0]
         self.attended.update(self.inside)
         return Queries(q, [maps for _, maps in around if maps])
+
+
+class Bare:
+    """A linear map that is a function, by its weight."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+
+def _is_linear(module) -> bool:
+    return getattr(getattr(module, "weight", None), "ndim", 0) == 2
+
+
+def _linear(input, weight, bias=None):
+    y = Linears.plain(input, weight, bias)
+    for linears in Linears.listening:
+        linears.heard(input, weight, y)
+    return y
 
 
 class Queries:
@@ -289,13 +331,14 @@ def emulated(model, tokens, policy, done=lambda: None) -> list[measures.Call]:
     """The calls of one forward and backward in the model's dtype, measured on the way.
 
     model: a transformers model or a GPT; tokens (B, T). done: called after every call of attention
-    and after every one's backward. Raises `UserError` for what the probe is not for.
+    and after every one's backward. Layers have the numbers that the model gives them, or those of
+    the calls. Raises `UserError` for what the probe is not for.
     """
     calls, linears = [], Linears(model)
 
-    def attend(q, k, v, policy, scale=None, tile=None):
+    def attend(q, k, v, policy, scale=None, tile=None, layer=None):
         call = measures.Call(
-            layer=len(calls), policy=PrecisionPolicy.parse(policy), tile=tile,
+            layer=len(calls) if layer is None else layer, policy=PrecisionPolicy.parse(policy), tile=tile,
             scale=q.shape[3] ** -0.5 if scale is None else scale, norms=linears.before(q),
         )  # fmt: skip
         if call.policy.draws:
@@ -313,6 +356,9 @@ def emulated(model, tokens, policy, done=lambda: None) -> list[measures.Call]:
             "registry"
         )
     torch.autograd.grad(loss, calls[0].norms.q, retain_graph=True)
+    if len({call.layer for call in calls}) < len(calls):  # some share a number, or have none
+        for number, call in enumerate(calls):
+            call.layer = number
     return calls
 
 
@@ -337,7 +383,8 @@ def _hub_loss(model, tokens, policy, attend):
         length = query.shape[2]
         if plain_length(attention_mask, causal, query, key) != length:
             raise UserError(_why_not(model, module, others.get("sliding_window"), length))
-        o = attend(query, key, value, policy or FA2, scaling)
+        number = getattr(module, "layer_idx", None)
+        o = attend(query, key, value, policy or FA2, scaling, layer=number)
         return o.transpose(1, 2).contiguous(), None
 
     before = _implementations(model.config)
@@ -346,15 +393,26 @@ def _hub_loss(model, tokens, policy, attend):
     try:
         model.set_attn_implementation("lowprec-probe")
         out = model(input_ids=tokens, labels=tokens, use_cache=False)
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        if model.can_generate() and not model.config.is_encoder_decoder:
+            raise
+        raise UserError(
+            f"{_no_language_model(model)}; it does not take tokens as their own labels "
+            f"({type(error).__name__}: {error})"
+        ) from error
     finally:
         model.config._attn_implementation = before
         AttentionInterface._global_mapping.pop("lowprec-probe")  # it would keep the model
     if getattr(out, "loss", None) is None:
-        raise UserError(
-            f"a {type(model).__name__} has no loss; take the whole model, with its head, as "
-            "AutoModelForCausalLM reads it"
-        )
+        raise UserError(f"{_no_language_model(model)}; it has no loss")
     return out.loss
+
+
+def _no_language_model(model) -> str:
+    return (
+        f"a {type(model).__name__} is no causal language model with its head, as "
+        "AutoModelForCausalLM reads them"
+    )
 
 
 def _implementations(config) -> dict:

@@ -66,7 +66,7 @@ AT_ONCE = {"cpu": 0, "cuda": 2**26}
 """Elements of T x T matrices that are worked on together: those of one head of keys stay in a
 processor's cache, and a GPU would wait for the next call."""
 COLUMNS = {
-    "layer": "counted from 0, as heads are",
+    "layer": "by the number that the model gives it, from 0, as heads are",
     "head": "of queries",
     "tied": "share of rows whose largest score is tied",
     "o_bias": "sum of the errors of O, over the sum of the BF16 ulps of the exact O",

@@ -53,13 +53,14 @@ COLUMNS = {
     "error": "norm of the error that eps makes in it",
     "error_all": measures.ALSO["error_all"],
     "of": "what these gradients are of: W_Q, or dQ where no linear map was found that made q",
-    "alarm": measures.COLUMNS["alarm"],
+    "alarm": measures.COLUMNS["alarm"] + ", and these are of W_Q, for which they were chosen",
 }
 """Of a line of the file, in words. Over the ranks of torch.distributed `logit` is the largest, the
 norms are root mean squares, the shares their quotients, and the rest are means."""
 SQUARES = ["gradient", "error", "error_all"]
 AGAIN = 8
 """Steps in a row that are watched until one of them can be measured."""
+UNTRACED = "no linear map was found that made q, so shares are of dQ, for which no limit was tested"
 MEANS = ["entropy", "key_share", "common", "tied"]
 
 log = logging.getLogger("lowprec.monitor")
@@ -104,6 +105,7 @@ class Monitor:
             runs.require_writable(self.path)
         self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
         self.table, self.left_out, self.ringing, self.seen = None, {}, set(), False
+        self.told = set()  # what was said of layers
         self.known, self.missed = defaultdict(weakref.WeakKeyDictionary), 0
         self.calls = 0  # of step, since one was watched: numbers may jump
         self.stepped = False
@@ -202,9 +204,8 @@ class Monitor:
             for head in range(len(columns["logit"]))
         ]
         rows = _reduced(rows)
-        if rows and not self.seen and seen.left_out:
-            some = "; ".join(f"{layer}: {why}" for layer, why in sorted(seen.left_out.items()))
-            log.warning("layers that are not watched: %s", some)
+        if rows or self.seen:
+            self._say(step, "layers that are not watched", seen.left_out)
         if not rows:
             if first and not self.seen:
                 why = next(iter(seen.left_out.values()))
@@ -214,11 +215,20 @@ class Monitor:
         table = pd.DataFrame(rows).assign(step=step)
         table["share"] = _quotient(table.error, table.gradient)
         table["share_all"] = _quotient(table.error_all, table.gradient)
-        table["alarm"] = measures.alarmed(table)
+        table["alarm"] = measures.alarmed(table) & (table.of == "W_Q")
         self.table = table = table[list(COLUMNS)]
         if _rank() == 0:
             self._tell(step, table)
+            without = table.layer[table.of != "W_Q"].unique().tolist()
+            self._say(step, "layers that give no alarm", dict.fromkeys(without, UNTRACED))
         return table
+
+    def _say(self, step, what, layers: dict):
+        """Warn of layers, {number: why}, unless that was said before."""
+        if fresh := sorted(layers.items() - self.told):
+            self.told.update(fresh)
+            some = "; ".join(f"{layer}: {why}" for layer, why in fresh)
+            log.warning("step %d: %s: %s", step, what, some)
 
     def _tell(self, step, table):
         ill = table[table.alarm]

@@ -79,10 +79,12 @@ def probe(
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(model, GPT) and not hasattr(getattr(model, "config", 0), "get_text_config"):
         raise UserError(
-            f"a {type(model).__name__} is no transformers model, GPT or Capture; take "
-            "lowprec.Monitor, which watches any module while it trains"
+            f"a {type(model).__name__} is no transformers model, GPT or Capture; lowprec.Monitor "
+            "watches causal attention in other modules, while they train"
         )
     c = model.config if isinstance(model, GPT) else model.config.get_text_config()
+    if getattr(c, "vocab_size", None) is None:
+        raise UserError(f"a {type(model).__name__} reads no tokens: it is no language model")
     limit = getattr(c, "block_size" if isinstance(model, GPT) else "max_position_embeddings", None)
     length = min(length, limit or length)  # some have no limit
     tokens, words = loading.tokens(text, folder, c.vocab_size, sequences, length, seed)

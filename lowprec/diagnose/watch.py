@@ -72,6 +72,7 @@ class Watch:
         self.known = defaultdict(weakref.WeakKeyDictionary) if known is None else known
         self.seen, self.back = Seen(), False
         self.called = self.another = False
+        self.deeper = 0  # of its own calls of itself, how many are under way
         self.linears = Linears(self.model)
         self.hooks = [
             self.model.register_forward_pre_hook(Hook(self._begin)),
@@ -92,6 +93,9 @@ class Watch:
             STANCE.pop().__exit__(None, None, None)
 
     def _begin(self, *_):
+        if self in INSIDE and _calls_itself(self.model):
+            self.deeper += 1
+            return
         self._end()  # of one that was interrupted
         if self.back or not torch.is_grad_enabled():
             return
@@ -102,6 +106,10 @@ class Watch:
     def _end(self, module=None, inputs=None, output=None):
         if self not in INSIDE:
             return
+        if module is not None and self.deeper:
+            self.deeper -= 1
+            return
+        self.deeper = 0
         _shut(self)
         self.linears.__exit__()
         if output is None and (module is None or sys.exception()):  # it failed: the next is watched
@@ -198,6 +206,16 @@ class Hook:
 
     def __reduce__(self):
         return Hook, ()
+
+
+def _calls_itself(model) -> bool:
+    """Whether a forward of the model goes on around the one that begins."""
+    frame, found = sys._getframe(), 0
+    while frame is not None:
+        here = frame.f_code is torch.nn.Module._call_impl.__code__
+        found += here and frame.f_locals.get("self") is model
+        frame = frame.f_back
+    return found > 1
 
 
 def _begun(mask, keys, count: int) -> list[int]:
