@@ -322,6 +322,7 @@ def test_what_was_not_measured_has_no_verdict(folder):
         ({"sentence": 3}, "claim bias: sentence 3 is not a text"),
         ({"refuted_if": True}, "claim bias: refuted_if True is not a text"),
         ({"threats": 3}, "claim bias: threats 3 is not a list of words"),
+        ({"id": "my_bias"}, "claim my_bias: an id has hyphens, 'my-bias'"),
         ({"threshold": 1}, "claim bias: unknown key 'threshold'; keys are id, sentence, rule"),
         ({"page": "a_bias"}, "claim bias: unknown key 'page'"),
         ({"needs": 0}, "claim bias: needs 0 is not a number of units"),
@@ -424,7 +425,7 @@ def test_a_fork_without_claims_takes_those_of_no_other(folder, monkeypatch):
     monkeypatch.setenv("JPY_SESSION_NAME", str(notebooks / "forks" / "a.ipynb"))
     assert claims.check("mine", -0.25, 8, folder=notebooks).verdict == "supported", "renamed since"
     (notebooks / "forks" / "a.ipynb").touch()
-    with pytest.raises(UserError, match="there is no claim 'mine' beside a notebook"):
+    with pytest.raises(UserError, match="there is no claim 'mine': a.claims.yml is missing"):
         claims.check("mine", -0.25, 8, folder=notebooks)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import nbformat
 import numpy as np
+import pandas as pd
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
@@ -45,6 +46,11 @@ def test_facts_are_filled_in_as_prose_prints_them():
 def test_a_bound_is_not_beyond_its_value(value, form, most, least):
     text = f"at most {{x:≤{form}}}, {{x:≥{form}}} or more"
     assert filled(text, x=value) == f"at most {most}, {least} or more"
+
+
+def test_a_fact_of_several_numbers_is_told():
+    with pytest.raises(UserError, match="fact x is a Series: give a text or a number"):
+        facts.facts(x=pd.Series([1.0, 2.0]))
 
 
 def test_pages_print_bounds_as_bounds():

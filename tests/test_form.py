@@ -85,7 +85,9 @@ def test_a_page_outside_the_contents_and_one_with_parameters_have_no_place():
     first = page_of(name="forks/mine").cells[0].source
     assert "lowprec-place" in first and "Part" not in first and "download" not in first
     page = page_of(parameters={"seed": 3})
-    assert page.cells[0].source == HEAD and "-p seed 3" in page.cells[-1].source
+    title, note, rest = page.cells[0].source.split("\n\n", 2)
+    assert HEAD == f"{title}\n\n{rest}" and note.startswith("*Measured with `seed=3`.")
+    assert "-p seed 3" in page.cells[-1].source
 
 
 def test_the_rerun_cell_is_folded_at_the_end():
@@ -249,7 +251,7 @@ def test_a_claim_is_judged_once():
 def test_with_parameters_of_ones_own_verdicts_stay_where_they_are():
     page = page_of(cell("check()", verdict("a"), verdict("b")), parameters={"seed": 3})
     texts = [o.data["text/markdown"] for o in page.cells[1].outputs]
-    assert all("Measured with seed=3" in text and "{" not in text for text in texts)
+    assert all("Measured with `seed=3`" in text and "{" not in text for text in texts)
     assert len(texts) == 2 and "more claims" not in page.cells[-2].source
 
 

@@ -74,6 +74,7 @@ def test_a_cell_run_again_counts_in_its_last_form(monkeypatch):
         ("quick = 1", "parameter 'quick' takes bool and was given 1 (int)"),
         ("lr = None", "parameter 'lr' takes float and was given None (NoneType)"),
         ("profile = 'fast'", "profile 'fast' is none of recorded, gpu"),
+        ("seeds = 0", "seeds=0 must be at least 1"),
     ],
 )
 def test_a_wrong_parameter_is_named(monkeypatch, injected, sentence):
@@ -81,6 +82,19 @@ def test_a_wrong_parameter_is_named(monkeypatch, injected, sentence):
     with pytest.raises(UserError) as error:
         notebook.check_parameters()
     assert str(error.value).startswith(sentence)
+
+
+def test_a_parameter_without_a_type_is_told(monkeypatch):
+    kernel(monkeypatch, PARAMETERS + "\nterms = 200", "# Parameters\nterms = 100\n")
+    with pytest.raises(UserError, match="'terms' has no type: write terms: TYPE = 200"):
+        notebook.check_parameters()
+
+
+def test_claims_beside_a_notebook_elsewhere_are_not_passed_over(tmp_path):
+    source = write_notebook(tmp_path / "question.ipynb")
+    source.with_suffix(".claims.yml").touch()
+    with pytest.raises(UserError, match="has claims beside it, which are read in notebooks/forks"):
+        notebook.execute(source, tmp_path / "page.ipynb")
 
 
 def test_a_notebook_without_a_parameters_cell_is_told(monkeypatch):
@@ -177,7 +191,9 @@ def test_a_page_with_parameters_says_so_and_reads_without_the_book(tmp_path):
     assert not any("download" in cell.source for cell in page.cells)
     verdict = page.cells[-2].outputs[0].data["text/markdown"]
     assert verdict.startswith("**Supported.** Two is small.") and "cite" not in verdict
-    assert "\n\nMeasured with seeds=7; the sentence" in verdict
+    assert "\n\nMeasured with `seeds=7`; the sentence" in verdict
+    title = page.cells[0].source.splitlines()[2]
+    assert title.startswith("*Measured with `seeds=7`. The text is about")
 
 
 def test_a_failed_execution_keeps_the_older_page(tmp_path):

@@ -225,6 +225,26 @@ def test_the_arms_named_are_what_is_corrected_for():
     assert one.p_holm[1] == one.p[1]
 
 
+def test_runs_too_short_to_confirm_a_rise_have_no_p():
+    short = pd.concat([arm("low", [60] * 4, False), arm("fixed", [60] * 4, False)])
+    done = SimpleNamespace(explosion=None, info=dict(ended="completed"))
+    for test in ("fisher", "logrank", "permutation"):
+        assert compare_arms(short, "low", test=test).p[1] == 1
+        told = compare_arms(short.assign(run=done), "low", test=test)
+        assert np.isnan(told.p[1]) and np.isnan(told.p_holm[1])
+        assert told.verdict[1] == "not known of any"
+
+
+def test_what_a_campaign_has_not_is_one_sentence():
+    arms = load_arms("mini")
+    with pytest.raises(UserError, match="campaign 'mini' has no arm nope; it has .*fa2"):
+        arms["nope"]
+    with pytest.raises(UserError, match="arm fa2 has no recorded run of seed 99; it has 0, 1"):
+        arms["fa2"].by_seed[99]
+    with pytest.raises(UserError, match="there is no campaign explosionn: did you mean explosion"):
+        load_arms("explosionn")
+
+
 def test_a_run_that_ends_in_a_rise_does_not_count_for_prevents():
     def run(rise):
         return SimpleNamespace(explosion=rise or None, info=dict(ended="completed"))
@@ -235,7 +255,7 @@ def test_a_run_that_ends_in_a_rise_does_not_count_for_prevents():
         runs_["run"] = [run(i in range(8, 8 + rising)) for i in range(16)]
         return compare_arms(runs_, "low").verdict[1]
 
-    assert [verdict(k) for k in (0, 1, 8)] == ["prevents", "not seen in 7", "not seen in 0"]
+    assert [verdict(k) for k in (0, 1, 8)] == ["prevents", "not seen in 7", "not known of any"]
 
 
 def test_when_nothing_or_everything_explodes():
@@ -318,7 +338,7 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
         assert low.by_seed[seed].name == f"low-seed{seed}"
         assert not arms["fa2"].complete
         assert exploded_of(low) == f"{seed + 1} of {seed + 1}" == exploded_of(*arms.values())
-    with pytest.raises(UserError, match="no campaign file"):
+    with pytest.raises(UserError, match="there is no campaign nowhere: give a"):
         load_arms("nowhere")
 
 

@@ -337,8 +337,9 @@ def emulated(model, tokens, policy, done=lambda: None) -> list[measures.Call]:
     calls, linears = [], Linears(model)
 
     def attend(q, k, v, policy, scale=None, tile=None, layer=None):
+        layer = len(calls) if layer is None else layer
         call = measures.Call(
-            layer=len(calls) if layer is None else layer, policy=PrecisionPolicy.parse(policy), tile=tile,
+            layer=layer, policy=PrecisionPolicy.parse(policy), tile=tile,
             scale=q.shape[3] ** -0.5 if scale is None else scale, norms=linears.before(q),
         )  # fmt: skip
         if call.policy.draws:

@@ -32,6 +32,7 @@ from lowprec.evidence.registry import (
     load,
     of_fork,
     of_forks,
+    of_running,
     pages,
     pages_folder,
     pages_named,
@@ -109,6 +110,8 @@ def _named(id: str, registry: dict[str, Claim], folder: Path | None) -> Claim:
     else:
         registry = registry | of_forks(id, folder)
     if id not in registry:
+        if (own := of_running(folder)) and not own.is_file():
+            raise UserError(f"there is no claim {id!r}: {own.name} is missing beside the notebook")
         close = difflib.get_close_matches(id, registry, n=1)
         hint = f": did you mean {close[0]!r}?" if close else " beside a notebook"
         raise UserError(f"there is no claim {id!r}{hint}")

@@ -280,11 +280,17 @@ def _files_of_forks(id: str, folder: Path) -> list[Path]:
     """Jupyter tells a kernel which notebook it runs, and so does `notebook.execute`; one that was
     renamed since is not there."""
     files = [*folder.glob(TEMPLATE), *sorted(folder.glob("forks/**/*.claims.yml"))]
-    running = Path(os.path.realpath(os.environ.get(RUNNING) or os.sep))
-    if running.is_file() and running.is_relative_to(os.path.realpath(folder)):
-        own = f"{running}".removesuffix(".ipynb") + ".claims.yml"
-        return [path for path in files if os.path.realpath(path) == own]
+    if own := of_running(folder):
+        return [path for path in files if Path(os.path.realpath(path)) == own]
     return [path for path in files if id in path.read_text(errors="replace")]
+
+
+def of_running(folder: Path | None = None) -> Path | None:
+    """Where the claims of the notebook that runs belong, if it is known and lies below folder."""
+    running = Path(os.path.realpath(os.environ.get(RUNNING) or os.sep))
+    if running.is_file() and running.is_relative_to(os.path.realpath(folder or pages_folder())):
+        return running.with_suffix(".claims.yml")
+    return None
 
 
 def of_fork(page: str, folder: Path) -> list[Claim]:
@@ -365,6 +371,8 @@ def parse(entry: dict, page: str = "") -> Claim:
     """A claim from its keys; raises `UserError` for one that is unknown or missing."""
     fields = [f for f in dataclasses.fields(Claim) if f.name not in ("page", "unit")]
     name = entry.get("id", "without id")
+    if "_" in str(name):
+        raise UserError(f"claim {name}: an id has hyphens, {name.replace('_', '-')!r}")
     for key in entry:
         if key not in (known := [f.name for f in fields]):
             raise UserError(f"claim {name}: unknown key {key!r}; keys are {', '.join(known)}")

@@ -20,7 +20,14 @@ import scipy
 
 from lowprec import UserError
 from lowprec.records.explosion import PATIENCE
-from lowprec.records.runs import campaign_folder, load_runs, require_arms, run_paths
+from lowprec.records.runs import (
+    Known,
+    campaign_folder,
+    load_runs,
+    nearest,
+    require_arms,
+    run_paths,
+)
 from lowprec.training.plan import load_campaign
 
 SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
@@ -62,7 +69,8 @@ class Arm:
     @property
     def by_seed(self) -> dict:
         """The runs, {seed: Run}."""
-        return dict(zip(self.runs.seed, self.runs.run, strict=True)) if self.n else {}
+        pairs = zip(self.runs.seed, self.runs.run, strict=True) if self.n else ()
+        return Known(pairs, f"arm {self.name} has no recorded run of seed")
 
     @property
     def onsets(self) -> dict[int, int]:
@@ -129,6 +137,8 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
     `UserError` as `load_campaign` and `load_runs` do, but not for runs that are still to come.
     """
     folder = campaign_folder(campaign)
+    if not folder.is_dir():
+        raise UserError(f"there is no campaign {campaign}: {nearest(campaign, folder)}")
     planned: dict[str, list] = {}
     for job in load_campaign(folder / "campaign.yaml"):
         planned.setdefault(job.arm, []).append(job.config)
@@ -136,10 +146,11 @@ def load_arms(campaign, arms=()) -> dict[str, Arm]:
     recorded = {}
     if run_paths(folder):
         recorded = dict(iter(load_runs(folder).groupby("arm")))
-    return {
+    found = {
         arm: Arm(arm, configs[0], tuple(c.seed for c in configs), recorded.get(arm))
         for arm, configs in planned.items()
     }
+    return Known(found, f"campaign {folder.name!r} has no arm")
 
 
 def measured(arms: dict, **measures) -> pd.DataFrame:
@@ -208,7 +219,8 @@ def compare_arms(table: pd.DataFrame, base: str, others=None, test: str = "fishe
 
     Returns columns arm, n (runs), exploded (runs), median, low, high (steps, with the 95 %
     interval; inf where the curve or its band does not come down to one half), time (the same in
-    words, or "not reached"), test, horizon (steps), p, p_holm, verdict. The verdict is "prevents"
+    words, or "not reached"), test, horizon (steps), p, p_holm, verdict. Where of no run of an arm
+    it is known whether it exploded, as all are too short, p is NaN. The verdict is "prevents"
     if none of at least 8 runs exploded, at least 7 in 8 of at least 8 runs of the base did by the
     horizon, and p_holm < 0.05; without that an arm in which none exploded is "not seen in n".
     Raises `UserError` for an unknown arm, no arm to compare, or a seed that counts twice.
@@ -223,7 +235,12 @@ def compare_arms(table: pd.DataFrame, base: str, others=None, test: str = "fishe
         raise UserError(f"name at least one other arm than the base {base!r}, each once")
     if test not in ("fisher", "logrank", "permutation"):
         raise UserError(f"test={test!r} must be fisher, logrank or permutation")
-    p = [_p_value(groups[base], groups[name], test) for name in others]
+    p = [
+        _p_value(groups[base], groups[name], test)
+        if _known(groups[base]) and _known(groups[name])
+        else np.nan
+        for name in others
+    ]
     rows = [{"arm": base, **_summary(groups[base]), "verdict": "base"}]
     for name, value, adjusted in zip(others, p, holm(p), strict=True):
         rows.append({
@@ -361,7 +378,14 @@ def _permutation(base: pd.DataFrame, other: pd.DataFrame) -> float:
     return float(found.pvalue)
 
 
+def _known(group: pd.DataFrame) -> bool:
+    """Whether it is known of one run at least whether it exploded."""
+    return "run" not in group or counted(group)[1] > 0
+
+
 def _verdict(base: pd.DataFrame, other: pd.DataFrame, p_holm: float) -> str:
+    if not _known(other):
+        return "not known of any"
     exploded, n = counted(other) if "run" in other else (int(other.exploded.sum()), len(other))
     if exploded:
         return f"seen in {exploded} of {n}"

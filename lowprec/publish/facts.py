@@ -59,7 +59,7 @@ def facts(several: dict | None = None, /, **named) -> None:
 
 
 def _plain(name: str, value):
-    value = value.item() if hasattr(value, "item") else value
+    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
     if not str(name).isidentifier():
         raise UserError(f"a fact cannot be named {name!r}: take letters, digits and _")
     if not isinstance(value, str | bool | int | float):

@@ -33,6 +33,8 @@ from lowprec.records import reads
 VECTORS = "amx_bf16", "avx512_bf16", "avx512f", "avx2"
 """Units of processors of one name, the widest first."""
 TYPES = {"str": str, "int": int, "float": float, "bool": bool}
+COUNTS = ("batches", "count", "directions", "draws", "per", "resamples", "rows", "seeds", "terms")
+"""Parameters that count something, on whatever page: at least 1."""
 
 
 # In the kernel
@@ -46,6 +48,12 @@ def declared_parameters(source: str) -> dict[str, str]:
         return {}
     lines = [n for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
     return {n.target.id: ast.unparse(n.annotation) for n in lines}
+
+
+def _untyped(source: str) -> list[tuple[str, str]]:
+    """Name and value of each `name = value` line of a cell."""
+    plain = [n for n in ast.parse(source).body if isinstance(n, ast.Assign)]
+    return [(ast.unparse(n.targets[0]), ast.unparse(n.value)) for n in plain]
 
 
 def injected_parameters(source: str) -> list[str]:
@@ -71,6 +79,8 @@ def check_parameters() -> None:
     if not starts:
         raise UserError('the parameters cell must declare profile: str = "recorded"')
     declared = declared_parameters(cells[starts[-1]])
+    for name, value in _untyped(cells[starts[-1]]):
+        raise UserError(f"parameter {name!r} has no type: write {name}: TYPE = {value}")
     for cell in cells[starts[-1] + 1 :]:
         for name in injected_parameters(cell):
             if name not in declared:
@@ -130,6 +140,8 @@ def _typed(name: str, annotation: str, value):
     if type(value) is not TYPES[annotation]:
         found = type(value).__name__
         raise UserError(f"parameter {name!r} takes {annotation} and was given {value!r} ({found})")
+    if name in COUNTS and annotation == "int" and value < 1:
+        raise UserError(f"{name}={value} must be at least 1")
     return value
 
 
@@ -213,6 +225,12 @@ def _name(source: Path, root: Path) -> str:
     return f"{folder}/{source.stem}" if folder in ("forks", LABORATORY) else source.stem
 
 
+def _at_home(source: Path) -> bool:
+    from lowprec.records.files import repo_root
+
+    return source.resolve().is_relative_to((repo_root() / "notebooks").resolve())
+
+
 def _check_paths(source: Path, output: Path) -> None:
     import nbformat
 
@@ -230,6 +248,9 @@ def _check_paths(source: Path, output: Path) -> None:
         nb = nbformat.read(source, 4)
     except Exception as error:  # nbformat raises many types
         raise UserError(f"{source} is not a notebook ({type(error).__name__})") from None
+    if source.with_suffix(".claims.yml").is_file() and not _at_home(source):
+        raise UserError(f"{source} has claims beside it, which are read in notebooks/forks/ alone: "
+                        "move both there")  # fmt: skip
     if not any("parameters" in cell.metadata.get("tags", []) for cell in nb.cells):
         raise UserError(f"{source}: give the cell of its parameters the tag parameters")
     if output.is_dir() or output.resolve() == source.resolve():
@@ -334,6 +355,10 @@ def as_page(
     }
     root = None if parameters else repo_root()
     form.arrange(nb, about, _rerun(about, parameters or {}), root)
+    if parameters:
+        title, _, rest = nb.cells[0].source.partition("\n")
+        note = f"*Measured with {_given(parameters)}. The text is about the page's own parameters.*"
+        nb.cells[0].source = f"{title}\n\n{note}\n{rest}"
     return nb
 
 
@@ -359,8 +384,14 @@ def _fill(nb, about: dict) -> None:
 
 
 def _measured_with(parameters: dict) -> str:
-    given = ", ".join(f"{name}={value!r}" for name, value in parameters.items())
-    return f"Measured with {given}; the sentence and its rule are about the page's own parameters."
+    return (
+        f"Measured with {_given(parameters)}; the sentence and its rule are about the page's own "
+        "parameters."
+    )
+
+
+def _given(parameters: dict) -> str:
+    return ", ".join(f"`{name}={value!r}`" for name, value in parameters.items())
 
 
 def _merge_streams(outputs: list) -> list:

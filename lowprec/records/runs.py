@@ -250,6 +250,25 @@ def campaign_folder(campaign) -> Path:
     return folder
 
 
+def nearest(campaign, folder: Path) -> str:
+    """What to say where a campaign was not found."""
+    known = [path.name for path in (data_root() / "runs").glob("*") if path != folder]
+    close = difflib.get_close_matches(str(campaign), known, n=1, cutoff=0.75)
+    return f"did you mean {close[0]}?" if close else "give a campaign's name or folder"
+
+
+class Known(dict):
+    """A dict of what there is, which says in a sentence what there is not. of: the words before
+    what is asked for."""
+
+    def __init__(self, pairs, of: str):
+        super().__init__(pairs)
+        self.of = of
+
+    def __missing__(self, key):
+        raise UserError(f"{self.of} {key}; it has {', '.join(map(str, self)) or 'none'}")
+
+
 def require_arms(campaign, arms, there) -> None:
     """Raise `UserError` unless all of some arms are among those `there`, a campaign's."""
     if lacking := [arm for arm in arms if arm not in there]:
@@ -270,9 +289,7 @@ def load_runs(campaign, arms=()) -> pd.DataFrame:
     if not paths:
         if (folder / "run.json").is_file():
             raise UserError(f"{folder} is one run: take load_run, or the folder that holds it")
-        known = [path.name for path in (data_root() / "runs").glob("*") if path != folder]
-        close = difflib.get_close_matches(str(campaign), known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "give a campaign's name or folder"
+        hint = nearest(campaign, folder)
         if unfinished := sorted(path.name for path in folder.glob(".*.part")):
             hint = f"only {', '.join(unfinished)}, unfinished"
         raise UserError(f"there are no run folders in {folder}; {hint}")
