@@ -1,5 +1,6 @@
 """Bug or rounding: planted faults are found, and other roundings are not taken for faults."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -100,6 +101,24 @@ def test_of_a_policy_coarser_than_the_inputs_that_is_said(dtype):
     fa2, exact, *_ = compare.verdict(table).split("\n")
     assert fa2.endswith("it rounds to bf16, which is coarser than the inputs.")
     assert "ALL_FP32 is within" in exact
+
+
+def test_of_a_function_whose_output_was_rounded_coarser_than_the_inputs_that_is_said():
+    def coarse(q, k, v, **how):
+        return scaled_dot_product_attention(q, k, v, **how).bfloat16().float()
+
+    some = contenders.drawn((1, 2, 64, 32), dtype=torch.float32)
+    table = compare.measure({"A": coarse, "B": scaled_dot_product_attention}, [some])
+    a, b, *_ = compare.verdict(table).split("\n")
+    assert a.endswith("it rounds to bf16, which is coarser than the inputs.")
+    assert "coarser" not in b
+
+
+def test_where_do_is_zero_no_gradient_was_compared():
+    some = contenders.drawn((1, 2, 64, 32))
+    some = dataclasses.replace(some, do=torch.zeros_like(some.do))
+    said = compare.verdict(one(contenders.function("FA2"), some))
+    assert f"dO of {some.name} is 0 throughout, so no gradient was compared there." in said
 
 
 def test_each_fault_shows_where_it_is(inputs):

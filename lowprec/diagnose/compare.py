@@ -24,7 +24,7 @@ from lowprec.attention.inputs import for_queries
 from lowprec.attention.reference import oracle
 from lowprec.diagnose import drift
 from lowprec.diagnose.contenders import Inputs, plain
-from lowprec.numerics.formats import Format, round_to, ulp
+from lowprec.numerics.formats import BF16, FP16, Format, round_to, ulp
 from lowprec.numerics.policy import SITES
 from lowprec.publish import plots
 from lowprec.publish.labels import row_panels
@@ -200,17 +200,19 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
     """How functions err on inputs: a row an input, function and quantity, columns as in COLUMNS.
 
     functions: who -> call. twice: run each twice; `.attrs["unsteady"]` has (who, input, of,
-    relative difference) of what differs. `.attrs["forward"]` has who gives no gradients, and
-    `.attrs["coarse"]` who is a policy with a format coarser than the inputs', and which.
+    relative difference) of what differs. `.attrs["forward"]` has who gives no gradients,
+    `.attrs["coarse"]` who has a format coarser than the inputs', as a policy or in all of O, and
+    which, and `.attrs["without"]` the inputs whose dO is 0.
     """
-    rows, unsteady, forward, coarse = [], [], [], {}
+    rows, unsteady, forward, coarse, without = [], [], [], {}, []
     for some in inputs:
         exact = Exact(some, draws)
+        without += [some.name] * (not some.do.any())
         for who, call in functions.items():
-            fmt = _coarsest(call)
+            found = run(call, some, who)
+            fmt = _coarsest(call) or _of_all(found["O"])
             if fmt is not None and fmt.significand_bits < exact.fmt.significand_bits:
                 coarse[who] = fmt.name
-            found = run(call, some, who)
             rows += exact.rows(who, found)
             forward += [who] * ("dQ" not in found and who not in forward)
             again = run(call, some, who) if twice else found
@@ -220,7 +222,7 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
                 if not torch.equal(again[of].nan_to_num(), x.nan_to_num())
             ]
     table = pd.DataFrame(rows)
-    table.attrs.update(unsteady=unsteady, forward=forward, coarse=coarse)
+    table.attrs.update(unsteady=unsteady, forward=forward, coarse=coarse, without=without)
     return judged(table)
 
 
@@ -229,6 +231,12 @@ def _coarsest(call) -> Format | None:
     policy = getattr(call, "policy", None)
     sites = [] if policy is None else [policy.inputs, *(getattr(policy, site) for site in SITES)]
     return min((x.fmt for x in sites), key=lambda fmt: fmt.significand_bits, default=None)
+
+
+def _of_all(o) -> Format | None:
+    """The 16-bit format in which all numbers of O lie, as one that was rounded there has them."""
+    fits = (fmt for fmt in (BF16, FP16) if torch.equal(round_to(o.float(), fmt).double(), o))
+    return next(fits, None) if o.any() else None
 
 
 # In words
@@ -293,6 +301,8 @@ def verdict(table: pd.DataFrame, names: dict[str, str] | None = None) -> str:
             f"The yardstick is weak here: a plain attention's {row.of} itself errs by "
             f"{row.plain:.0%} ({row.input}), so the {TIMES}x rule lets much by."
         )
+    for name in table.attrs["without"]:
+        said.append(f"dO of {name} is 0 throughout, so no gradient was compared there.")
     for who in table.attrs["forward"]:
         said.append(f"{call[who]} gives no gradients, so only its forward pass was compared.")
     for who in call:

@@ -275,9 +275,12 @@ class Capture:
         except (lzma.LZMAError, SafetensorError, OSError, ValueError) as error:
             raise UserError(f"{path} is damaged or no capture ({error}); restore it") from None
         if header.get("format") != FORMAT:
+            other = "of a model give the folder that save_pretrained of transformers makes"
+            if {"q", "k", "v"} <= tensors.keys():
+                other = "of q, k and v alone `python -m lowprec compare --on` can read it"
             raise UserError(
-                f"{path} is not a capture of the format {FORMAT}; of a model give the folder that "
-                "save_pretrained of transformers makes"
+                f"{path} is not a capture of the format {FORMAT}, which a training of this package "
+                f"records; {other}"
             )
         if header.get("sha256") != digest(tensors, header):
             raise UserError(f"{path} differs from its sha256; restore it from git or record again")
