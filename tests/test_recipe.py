@@ -180,6 +180,19 @@ def test_without_a_scale_it_is_round_to():
     assert torch.equal(scaled(x, "fp32"), x)
 
 
+@pytest.mark.parametrize("fmt", ["fp16", "e5m2", "e4m3fn", "e4m3_saturate", "bf16"])
+def test_without_a_scale_the_rule_of_overflow_holds_however_it_rounds(fmt):
+    """A gradient that is not finite has to show: by it a loss scale comes down."""
+    x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 2.0]])
+    near, fair = (scaled(x, f"{fmt}{how}", torch.Generator()) for how in ("", ":stochastic"))
+    torch.testing.assert_close(fair, near, rtol=2**-7, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("group", ["", "@tensor", "@token", "@channel", "@block4"])
+def test_a_cast_of_nothing_is_nothing(group):
+    assert scaled(torch.zeros(0, 4), f"e4m3_saturate{group}").shape == (0, 4)
+
+
 def test_stochastic_rounding_is_fair_and_takes_its_generator():
     x = torch.full((1, 4096), 0.3)
     x[0, 0] = 448

@@ -1036,6 +1036,7 @@ def test_a_run_killed_in_its_rise_keeps_the_captures_before_it(tmp_path, monkeyp
      (dict(capture_layer=5), "capture_layer=5"), (dict(capture_heads=(2,)), "capture_heads"),
      (dict(capture_keep=0), "capture_keep=0"), (dict(impl="sdpa", capture_at=(1,)), "sdpa"),
      (dict(amp="fp8"), "amp='fp8'"), (dict(amp="fp16", capture_at=(1,)), "BF16 or FP32"),
+     (dict(lr_end=0.0, lr_steps=100, warmup=100), "lr_steps=100 must be above warmup=100"),
      (dict(weights_at=(5,)), "weights_at"), (dict(layers={"-1": "LOW"}), "layers: '-1'"),
      (dict(layers={"0/-1": "LOW"}), "layers: '0/-1'"), (dict(n_head=0), "n_head=0 must be"),
      (dict(n_layer=0), "n_layer=0 must be"), (dict(n_embd=33), "n_embd=33 must be a multiple"),

@@ -322,7 +322,8 @@ def _refuse_another(claim: Claim, first: Claim) -> None:
 
 
 def _twice(claim: Claim, first: Claim) -> str:
-    return f"claim {claim.id} stands twice, in {first.page} and {claim.page}: rename one"
+    where = " and ".join(dict.fromkeys((first.page, claim.page)))
+    return f"claim {claim.id} stands twice, in {where}: rename one"
 
 
 def _joined(files: list[Path], folder: Path) -> dict[str, Claim]:

@@ -231,7 +231,7 @@ def quantise(x, cast: Cast, generator=None, top=None, bits=None) -> Quantised:
     """
     if x.dtype not in (torch.float32, torch.float64):
         raise UserError(f"a cast takes float32 tensors, not {x.dtype}")
-    present = top is None and cast.power == "exact"
+    present = cast.group and top is None and cast.power == "exact"
     grouped, _ = _by_group(x.detach(), cast.group)
     power = middle = None
     scale = torch.ones_like(grouped[..., :1])
@@ -259,7 +259,7 @@ def scaled(x, cast: Cast | str, generator=None, top=None):
     x: float32, (rows, columns) with any leading dimensions, or (columns,).
     """
     cast = Cast.parse(cast)
-    if cast.keeps:
+    if cast.keeps or not x.numel():
         return x.detach().clone()
     if x.ndim == 1:
         return scaled(x[None], cast, generator, top)[0]

@@ -149,6 +149,11 @@ class TrainConfig:
             raise UserError(f"amp={self.amp!r} must be True (BF16), fp16, False or None")
         if any(not 0 <= step <= self.steps for step in self.weights_at):
             raise UserError(f"weights_at={self.weights_at} must be steps up to steps={self.steps}")
+        if self.lr_end is not None and self.lr_steps <= self.warmup:
+            raise UserError(
+                f"lr_steps={self.lr_steps} must be above warmup={self.warmup}: there the cosine "
+                "begins"
+            )
         recipe_of(self)  # raises for what no run can cast
         galore.require(self)
         self._check_captures()
