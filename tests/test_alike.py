@@ -22,7 +22,11 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=2, steps=
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("campaign")
-    for arm, changes in {"low": {}, "qk_norm": {"qk_norm": True}, "gate": {"gate": True}}.items():
+    for arm, changes in {
+        "low": {"capture_at": (1,)},
+        "qk_norm": {"qk_norm": True},
+        "gate": {"gate": True},
+    }.items():
         config = dataclasses.replace(TrainConfig(**SMALL), seed=3, **changes)
         train(config, folder / f"{arm}-seed3", arm=arm)
     return folder

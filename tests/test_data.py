@@ -256,7 +256,7 @@ def test_smoke_shard_is_what_its_list_says():
 def test_a_place_that_cannot_hold_shards_is_named(tmp_path):
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "shards"
-    with pytest.raises(UserError, match=f"cannot write {out}: File exists; give another --out"):
+    with pytest.raises(UserError, match=f"cannot write {out}: File exists; give another folder"):
         data.write_shards(np.arange(9, dtype=data.TOKEN), out, "toy", "gpt2")
 
 

@@ -43,6 +43,12 @@ def test_a_seed_spoils_the_same_tokens_everywhere(tokens):
     assert [digest[:8] for digest in found] == ["d7c6e067", "7aaf98e1"]
 
 
+def test_noise_has_tokens_of_the_vocabulary_alone():
+    stream = np.zeros(4000, dtype=np.uint16)
+    noise = fault.spoil(data.Tokens("a", "bytes", "", (stream,)), "noise", range(3), **SIZES)
+    assert 255 < noise.max() < data.VOCABULARIES["bytes"]
+
+
 def test_the_command_writes_shards(tmp_path, capsys):
     out = tmp_path / "smoke-noise"
     fault.main(["noise", str(data.SMOKE), str(out), "--data-seed", "3"])
@@ -50,5 +56,5 @@ def test_the_command_writes_shards(tmp_path, capsys):
     assert tokens.name == "smoke-noise" and tokens.sha256 in capsys.readouterr().out
     want = fault.spoil(data.load_tokens(data.SMOKE), "noise", seed=3)
     assert np.array_equal(np.concatenate(tokens.shards), want)
-    with pytest.raises(UserError, match="smoke-noise: .*; give another --out"):
+    with pytest.raises(UserError, match="smoke-noise: .*; give another folder"):
         fault.main(["noise", str(data.SMOKE), str(out)])

@@ -52,7 +52,7 @@ def write_jsonl(folder):
     folder.mkdir()
     lines = [json.dumps({"text": t}) for t in TEXTS[:3]]
     (folder / "0.jsonl").write_text("\n".join(lines) + '\n{"text": null}\n{"text": ""}\n')
-    (folder / "1.jsonl").write_text(json.dumps({"id": 7, "text": TEXTS[3]}))
+    (folder / "1.jsonl").write_text(json.dumps({"id": 7, "text": TEXTS[3]}), encoding="utf-8-sig")
     return folder
 
 
@@ -121,7 +121,7 @@ def test_no_shard_folder_is_overwritten(tmp_path):
     folder, out = write_text(tmp_path / "mine"), tmp_path / "out"
     build(folder, out)
     before = (out / "000.safetensors").read_bytes()
-    with pytest.raises(UserError, match="out exists and is never overwritten; give another --out"):
+    with pytest.raises(UserError, match="out exists and is never overwritten; give another folder"):
         build(folder, out)
     assert (out / "000.safetensors").read_bytes() == before
 

@@ -30,12 +30,13 @@ def spoil(
 
     seed: the data seed of the runs. The same everywhere: only raw bits are drawn.
     """
+    size = min(tokens.vocab_size, 50257)  # without the rows that GPT-2's embedding is padded with
     stream = np.concatenate(tokens.shards)
     for step in steps:
         for start in window_starts(tokens, step, seed, batch_size, block_size):
             window = stream[int(start) : int(start) + block_size + 1]  # with the last target
             bits = np.random.Philox(key=[int(start), step]).random_raw(len(window))
-            window[:] = bits % 50257 if kind == "noise" else window[bits.argsort()]
+            window[:] = bits % size if kind == "noise" else window[bits.argsort()]
     return stream
 
 

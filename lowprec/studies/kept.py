@@ -62,7 +62,8 @@ def models(folder, tokens, sequences: int, device: str, **changes) -> Iterator[t
     for run, step in found:
         if run.info["data_sha256"] != tokens.sha256:
             raise UserError(f"{run.name} has other tokens than {tokens.name}: name them (--data)")
-        config = dataclasses.replace(TrainConfig(**run.info["config"]), **changes)
+        once = dict(capture_at=(), capture_every=0, window=None) | changes  # what a step showed
+        config = dataclasses.replace(TrainConfig(**run.info["config"]), **once)
         model = GPT(dataclasses.replace(config.model(), vocab_size=tokens.vocab_size)).to(device)
         model.load_state_dict(load(run, step, device))
         seed = run.seed if config.data_seed is None else config.data_seed

@@ -106,7 +106,7 @@ def _unfinished(out: Path) -> Iterator[Path]:
             yield Path(folder)
     except OSError as error:  # no such place, or a full disk
         why = error.strerror or error
-        raise UserError(f"cannot write {out}: {why}; give another --out.") from error
+        raise UserError(f"cannot write {out}: {why}; give another folder.") from error
 
 
 def build(
@@ -177,7 +177,7 @@ def build_text(
     The stream is kept on disk until then, because each shard's header names the whole.
     """
     if _occupied(out):
-        raise UserError(f"{out} exists and is never overwritten; give another --out.")
+        raise UserError(f"{out} exists and is never overwritten; give another folder.")
     limit = tokens or source.tokens
     encoding = load_encoding()
     with _unfinished(out) as folder:
@@ -210,7 +210,7 @@ def build_corpus(
     """`build`, with the tokenizer and the download as arguments."""
     if _occupied(out):
         if not _holds(out, corpus):
-            raise UserError(f"{out} exists and does not hold {corpus.name}; give another --out.")
+            raise UserError(f"{out} exists and does not hold {corpus.name}; give another folder.")
         print(f"{out} already holds {corpus.name}")
         return
     encoding = load_encoding()

@@ -151,7 +151,7 @@ def _from_json(lines) -> Iterator[dict]:
     for number, line in enumerate(lines, 1):
         if line["text"].strip():
             try:
-                row = json.loads(line["text"])
+                row = json.loads(line["text"].removeprefix("\ufeff"))
             except ValueError:
                 raise ValueError(f"line {number} is no JSON") from None
             yield row if isinstance(row, dict) else {type(row).__name__: row}
