@@ -20,18 +20,23 @@ import scipy
 
 from lowprec import UserError
 from lowprec.records.explosion import PATIENCE
-from lowprec.records.runs import (
-    Known,
-    campaign_folder,
-    load_runs,
-    nearest,
-    require_arms,
-    run_paths,
-)
+from lowprec.records.runs import campaign_folder, load_runs, nearest, require_arms, run_paths
 from lowprec.training.plan import load_campaign
 
 SEEDS, NEARLY_ALL, LEVEL = 8, 7 / 8, 0.05
 """To say "prevents": seeds an arm, share of the base's seeds that explode, adjusted p below."""
+
+
+class Known(dict):
+    """A dict of what there is, which says in a sentence what there is not. of: the words before
+    what is asked for."""
+
+    def __init__(self, pairs, of: str):
+        super().__init__(pairs)
+        self.of = of
+
+    def __missing__(self, key):
+        raise UserError(f"{self.of} {key}; it has {', '.join(map(str, self)) or 'none'}")
 
 
 @dataclass(frozen=True)

@@ -225,14 +225,10 @@ def _name(source: Path, root: Path) -> str:
     return f"{folder}/{source.stem}" if folder in ("forks", LABORATORY) else source.stem
 
 
-def _at_home(source: Path) -> bool:
-    from lowprec.records.files import repo_root
-
-    return source.resolve().is_relative_to((repo_root() / "notebooks").resolve())
-
-
 def _check_paths(source: Path, output: Path) -> None:
     import nbformat
+
+    from lowprec.records.files import repo_root
 
     if not source.is_file():
         names = sorted(path.name for path in source.parent.glob("[!_]*.ipynb"))
@@ -248,7 +244,8 @@ def _check_paths(source: Path, output: Path) -> None:
         nb = nbformat.read(source, 4)
     except Exception as error:  # nbformat raises many types
         raise UserError(f"{source} is not a notebook ({type(error).__name__})") from None
-    if source.with_suffix(".claims.yml").is_file() and not _at_home(source):
+    home = (repo_root() / "notebooks").resolve()
+    if source.with_suffix(".claims.yml").is_file() and home not in source.resolve().parents:
         raise UserError(f"{source} has claims beside it, which are read in notebooks/forks/ alone: "
                         "move both there")  # fmt: skip
     if not any("parameters" in cell.metadata.get("tags", []) for cell in nb.cells):

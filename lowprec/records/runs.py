@@ -257,18 +257,6 @@ def nearest(campaign, folder: Path) -> str:
     return f"did you mean {close[0]}?" if close else "give a campaign's name or folder"
 
 
-class Known(dict):
-    """A dict of what there is, which says in a sentence what there is not. of: the words before
-    what is asked for."""
-
-    def __init__(self, pairs, of: str):
-        super().__init__(pairs)
-        self.of = of
-
-    def __missing__(self, key):
-        raise UserError(f"{self.of} {key}; it has {', '.join(map(str, self)) or 'none'}")
-
-
 def require_arms(campaign, arms, there) -> None:
     """Raise `UserError` unless all of some arms are among those `there`, a campaign's."""
     if lacking := [arm for arm in arms if arm not in there]:

@@ -114,10 +114,9 @@ def grown(counts: pd.DataFrame, early: int = 800, late: int = 2400) -> pd.Series
 
 def fates(arms: dict, healthy) -> pd.DataFrame:
     """What became of the runs of some arms, {label: `survival.Arm`}, in words, a row a label:
-    exploded; NaN, ended so; take-off, in which a head takes off; rise, of runs that
-    come to step 600; above, the last loss less
-    that of the healthy run with its seed, of runs without an explosion;
-    the largest σ(W_Q) of the second layer."""
+    exploded; NaN, ended so; take-off, in which a head takes off; rise, of runs that come to step
+    600; above, the last loss less that of the healthy run with its seed, of runs without an
+    explosion; σ, the largest of W_Q in the second layer."""
     rows = {}
     for label, arm in arms.items():
         runs = arm.by_seed

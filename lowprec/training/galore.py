@@ -22,8 +22,8 @@ from lowprec import UserError
 
 @dataclass(frozen=True)
 class Projection:
-    """rank: directions kept; every: steps between two choices of them, the
-    first of which comes a step sooner; scale: of the step back."""
+    """rank: directions kept; every: steps between two choices of them, one less between the first
+    two; scale: of the step back."""
 
     rank: int
     every: int = 200
