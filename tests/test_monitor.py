@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import sys
+import threading
 from types import SimpleNamespace
 
 import pandas as pd
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.checkpoint import checkpoint
 
 import lowprec
 from lowprec import Monitor, UserError
@@ -402,6 +404,73 @@ def test_a_model_that_calls_itself_is_one_forward():
     for model in (nn.Sequential(*layers), Recursive(layers)):
         model.zero_grad()
         tables.append(watched(model, lambda model=model: model(x).square().sum()))
+    pd.testing.assert_frame_equal(*tables)
+
+
+class Beside(nn.Module):
+    """Has something run once in another thread while the model's forward goes on."""
+
+    run = None
+
+    def forward(self, x):
+        if self.run is not None:
+            run, self.run = self.run, None
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        return x
+
+
+@pytest.mark.parametrize("kind", ["another", "another, with gradients", "itself"])
+def test_what_another_thread_calls_meanwhile_is_not_of_the_model(kind):
+    """As an evaluation, or a model that makes the batches."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Plain(), Beside(), Plain()), torch.randn(1, 40, 32)
+    other = model if kind == "itself" else nn.Sequential(Plain(), Plain())
+
+    def run():
+        with torch.set_grad_enabled(kind == "another, with gradients"):
+            other(x[:, :30])
+
+    alone = watched(model, lambda: model(x).square().sum())
+    model[1].run = run
+    with Monitor(model, every=1) as monitor:
+        model(x).square().sum().backward()
+        table = monitor.step()
+    assert model[1].run is None and monitor.left_out == {}
+    pd.testing.assert_frame_equal(table, alone)
+
+
+def test_a_model_that_runs_its_layers_in_other_threads_is_said():
+    """As nn.DataParallel does on several GPUs."""
+    layer, out = Plain(), []
+    model, x = Beside(), torch.randn(1, 40, 32)
+    model.layer, model.run = layer, lambda: out.append(layer(x))
+    with pytest.raises(UserError, match="saw no attention: .* in the model's own thread"):
+        watched(model, lambda: (model(x) + out[0]).sum())
+
+
+class Steps(nn.Module):
+    """Its forward goes backward as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Plain() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.training else layer(x)
+        x.square().sum().backward()
+
+
+def test_what_checkpointed_layers_call_again_within_the_forward_is_counted_once():
+    torch.manual_seed(0)
+    model, x, tables = Steps(), torch.randn(1, 40, 32), []
+    for training in (False, True):
+        with Monitor(model.train(training), every=1) as monitor:
+            model(x)
+            tables.append(monitor.step())
+        assert monitor.left_out == {}
     pd.testing.assert_frame_equal(*tables)
 
 

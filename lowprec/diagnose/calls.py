@@ -6,6 +6,8 @@ layer put out, so that rotary positions, norms of q and fused projections need n
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,7 +37,8 @@ class Linears:
 
     A context manager: inside, hooks are on all modules in the model, and torch.nn.functional.linear
     tells of weights that no linear map of its own holds, as in nn.MultiheadAttention. The model
-    itself has no hook: it may be going through its hooks when they are taken away.
+    itself has no hook: it may be going through its hooks when they are taken away. What runs
+    elsewhere than it was entered, by `here`, is passed over.
     """
 
     listening: list[Linears] = []
@@ -50,7 +53,7 @@ class Linears:
         self.bare = {}  # of a module, of what has passed the maps that it has as functions
 
     def __enter__(self):
-        self.hooks, self.inside = [], [self.model]
+        self.hooks, self.inside, self.here = [], [self.model], here()
         for module in list(self.model.modules())[1:]:
             self.hooks.append(module.register_forward_pre_hook(self._enter))
             self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
@@ -68,9 +71,12 @@ class Linears:
         self._clear()
 
     def _enter(self, module, inputs):
-        self.inside.append(module)
+        if self.here == here():
+            self.inside.append(module)
 
     def _leave(self, module, inputs, output):
+        if self.here != here():
+            return
         while self.inside and self.inside.pop() is not module:
             pass
         if module in self.attended:  # its maps are of no later call, by whatever layer
@@ -85,7 +91,9 @@ class Linears:
 
     def heard(self, x, weight, y):
         """A call of `torch.nn.functional.linear`: of no module's forward that is that map."""
-        if self.inside and not _is_linear(self.inside[-1]) and x.is_floating_point():
+        if self.here != here() or not self.inside or _is_linear(self.inside[-1]):
+            return
+        if x.is_floating_point():
             way = Bare(weight), x.detach(), _edge(y)
             self.bare.setdefault(self.inside[-1], []).append(way)
 
@@ -101,6 +109,11 @@ class Linears:
         self.passed, self.bare, self.last = {}, {}, around[0]
         self.attended.update(self.inside)
         return Queries(q, [maps for _, maps in around if maps])
+
+
+def here() -> tuple[int, int]:
+    """The thread, and the backward pass or -1: a checkpointed layer runs again in one."""
+    return threading.get_ident(), torch._C._current_graph_task_id()
 
 
 class Bare:

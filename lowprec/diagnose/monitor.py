@@ -266,8 +266,9 @@ def _require_seen(watch):
     if seen.count == 0:
         raise UserError(
             "the monitor saw no attention: it watches lowprec's, transformers' registry and "
-            "torch.nn.functional.scaled_dot_product_attention, called by that name: not one that "
-            "`from torch.nn.functional import` took, nor MultiheadAttention with need_weights=True"
+            "torch.nn.functional.scaled_dot_product_attention, called by that name in the model's "
+            "own thread: not one that `from torch.nn.functional import` took, nor "
+            "MultiheadAttention with need_weights=True, nor nn.DataParallel's on several GPUs"
         )
     if len(seen.left_out) < seen.count:
         raise UserError("the monitor saw no backward through attention: call step() after backward")

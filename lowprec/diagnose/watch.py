@@ -23,7 +23,7 @@ from torch.library import CustomOpDef
 from lowprec.attention import operator
 from lowprec.attention.masks import Mask
 from lowprec.diagnose import measures
-from lowprec.diagnose.calls import HIDDEN, NOTHING, Linears, plain_length
+from lowprec.diagnose.calls import HIDDEN, NOTHING, Linears, here, plain_length
 from lowprec.numerics.policy import FA2, PrecisionPolicy
 
 OPERATOR = next(
@@ -93,6 +93,8 @@ class Watch:
             STANCE.pop().__exit__(None, None, None)
 
     def _begin(self, *_):
+        if self in INSIDE and self.linears.here != here():
+            return
         if self in INSIDE and _calls_itself(self.model):
             self.deeper += 1
             return
@@ -104,7 +106,7 @@ class Watch:
         _open(self)
 
     def _end(self, module=None, inputs=None, output=None):
-        if self not in INSIDE:
+        if self not in INSIDE or module is not None and self.linears.here != here():
             return
         if module is not None and self.deeper:
             self.deeper -= 1
@@ -247,7 +249,7 @@ def _said(mask, causal, q, k, of_rows, how):
     return mask, window
 
 
-# Doors: each calls what was there before and tells all watches inside a forward what it saw
+# Doors: each calls what was there before and tells all watches whose forward it is in what it saw
 
 
 def _open(watch):
@@ -271,13 +273,18 @@ def _replace(where, name, door):
     setattr(where, name, door(getattr(where, name)))
 
 
+def _inside():
+    """The watches whose forward is under way here, and not in another thread."""
+    return [watch for watch in tuple(INSIDE) if watch.linears.here == here()]
+
+
 def _counts():
-    return {id(watch): watch.seen.count for watch in INSIDE}
+    return {id(watch): watch.seen.count for watch in _inside()}
 
 
 def _unseen(before):
     """The watches that have seen no call since `_counts` gave this."""
-    return [watch for watch in INSIDE if watch.seen.count == before.get(id(watch))]
+    return [watch for watch in _inside() if watch.seen.count == before.get(id(watch))]
 
 
 def _torch(original):
@@ -298,7 +305,7 @@ def _torch(original):
 def _stock(original):
     def attention(q, k, v, causal, scale, dense=None):
         o = original(q, k, v, causal, scale, dense)
-        for watch in INSIDE:
+        for watch in _inside():
             watch.saw(q, k, v, o, dense, causal, scale)
         return o
 
@@ -317,7 +324,7 @@ def _operator(original):
         given, mask = [name for name, x in others.items() if torch.is_tensor(x)], None
         if given == ["bias"] and not causal and not others["bias"].requires_grad:
             mask = others.pop("bias")  # numbers that are added may be a mask
-        for watch in INSIDE:
+        for watch in _inside():
             watch.saw(q, k, v, out[0], mask, causal, scale, **how, **others)
         return out
 
