@@ -342,7 +342,7 @@ def test_without_a_linear_map_shares_are_of_dq_and_no_alarm_is_given(caplog):
             (layer(x) * do).sum().backward()
             table = monitor.step()
     assert table["of"].tolist() == ["dQ"] and not table.alarm.any()
-    assert caplog.text.count("layers that give no alarm: 0: no linear map was found") == 1
+    assert caplog.text.count("that give no alarm: call_0: no linear map was found") == 1
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["sequence first", "batch first"])
@@ -372,7 +372,9 @@ def test_two_monitors_hear_the_maps_of_functions():
     tables = [first.step(), second.step()]
     first.close()
     second.close()
-    assert F.linear is plain and tables[0].equals(tables[1]) and set(tables[0]["of"]) == {"W_Q"}
+    assert F.linear is plain and [set(table.module) for table in tables] == [{"0.layer"}, {"layer"}]
+    assert set(tables[0]["of"]) == {"W_Q"}
+    pd.testing.assert_frame_equal(*(table.drop(columns="module") for table in tables))
 
 
 class Attends(nn.Module):
@@ -404,7 +406,7 @@ def test_a_model_that_calls_itself_is_one_forward():
     for model in (nn.Sequential(*layers), Recursive(layers)):
         model.zero_grad()
         tables.append(watched(model, lambda model=model: model(x).square().sum()))
-    pd.testing.assert_frame_equal(*tables)
+    pd.testing.assert_frame_equal(*(table.drop(columns="module") for table in tables))
 
 
 class Beside(nn.Module):
@@ -448,6 +450,74 @@ def test_a_model_that_runs_its_layers_in_other_threads_is_said():
     model.layer, model.run = layer, lambda: out.append(layer(x))
     with pytest.raises(UserError, match="saw no attention: .* in the model's own thread"):
         watched(model, lambda: (model(x) + out[0]).sum())
+
+
+def test_calls_have_the_names_of_the_modules_that_make_them(caplog):
+    """Decoders call attention twice a layer, after an encoder whose calls are counted as well."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Transformer(32, 2, 2, 2, 64, dropout=0.0, batch_first=True),
+        torch.randn(1, 24, 32),
+    )
+    mask = nn.Transformer.generate_square_subsequent_mask(24)
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        table = watched(
+            model, lambda: model(x, x, tgt_mask=mask, tgt_is_causal=True).square().sum()
+        )
+    names = [f"decoder.layers.{i}.self_attn" for i in range(2)]
+    assert table.layer.unique().tolist() == [2, 4] and table.module.unique().tolist() == names
+    norms = [model.get_submodule(name).in_proj_weight.grad[:32].view(2, -1).norm(dim=1)
+             for name in names]  # fmt: skip
+    assert table.gradient.to_numpy() == pytest.approx(torch.cat(norms).numpy(), rel=0.02)
+    assert "not watched: encoder.layers.0.self_attn: it is not causal; encoder" in caplog.text
+    assert "decoder.layers.1.multihead_attn: it is not causal" in caplog.text
+
+
+def test_layers_that_are_called_in_another_order_keep_their_names_and_numbers():
+    """Also where a layer has several calls, whose heads are known by then."""
+
+    class Ordered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.order = nn.ModuleList([Plain(), Halves()]), (0, 1)
+
+        def forward(self, x):
+            for i in self.order:
+                x = self.layers[i](x)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Ordered(), torch.randn(1, 24, 32)
+    with Monitor(model, every=1) as monitor:
+        for model.order in ((0, 1), (1, 0)):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            table = monitor.step().set_index(["module", "head"])
+            grads = [layer.qkv.weight.grad[:32].view(2, -1).norm(dim=1) for layer in model.layers]
+            calls = [("layers.0", 0), ("layers.0", 1), ("layers.1", 0), ("layers.1/call_1", 0)]
+            found = table.gradient[calls].to_numpy()
+            assert found == pytest.approx(torch.cat(grads).numpy(), rel=0.02)
+    assert table.layer[calls].tolist() == [2, 2, 0, 1]
+
+
+def test_modules_that_the_model_does_not_hold_have_no_name(caplog):
+    """As a teacher's within the forward: the calls have their numbers."""
+
+    class Taught(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.others = Plain(), [Plain()]
+
+        def forward(self, x):
+            with torch.no_grad():
+                wanted = self.others[0](x)
+            return self.own(x) - wanted
+
+    model, x = Taught(), torch.randn(1, 24, 32)
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        table = watched(model, lambda: model(x).square().sum())
+    assert set(table.module) == {"own"} and set(table.layer) == {1}
+    assert f"not watched: call_0: {watch.NO_GRADIENT}" in caplog.text
 
 
 class Steps(nn.Module):
@@ -519,7 +589,7 @@ def test_it_rings_in_a_captured_layer_that_fails_and_not_in_its_twin(name, rings
     with caplog.at_level(logging.WARNING, "lowprec.monitor"):
         table = watched(layer, lambda: (layer(x) * do).sum(), length=x.shape[1])
     assert table.alarm.tolist() == [rings]
-    said = "ALARM in 1 of 1 head(s). The largest error: in layer 0, head 0"
+    said = "ALARM in 1 of 1 head(s). The largest error: in call_0, head 0"
     assert (said in caplog.text) == rings
     probed = lowprec.probe(capture, policy=capture.policy)
     assert probed.alarm.tolist() == [rings]
@@ -679,6 +749,8 @@ def test_layers_that_share_a_module_are_those_of_a_model_with_copies():
         nn.Sequential(*(copy.deepcopy(layer) for _ in "abc")),
     )
     tables = [watched(model, lambda m=model: m(x).square().sum()) for model in (shared, copies)]
+    names = [table.pop("module").unique().tolist() for table in tables]
+    assert names == [["0", "0/call_1", "0/call_2"], ["0", "1", "2"]]
     pd.testing.assert_frame_equal(*tables)
 
 
@@ -709,10 +781,11 @@ def test_the_file_has_a_line_a_step_and_head_and_an_alarm_is_said_once(hub, tmp_
     ]
     assert all(list(x) == list(COLUMNS) for x in lines)
     assert [x["alarm"] for x in lines] == [False, False, False, True] * 2
-    assert caplog.text.count("ALARM in 1 of 4") == 1 and "layer 1, head 1" in caplog.text
+    assert caplog.text.count("ALARM in 1 of 4") == 1
+    assert "in transformer.h.1.attn, head 1 the error" in caplog.text
     table = pd.read_json(path, lines=True)
     kinds = {name: table[name].dtype.kind for name in table}
-    assert kinds.pop("of") in "OTU" and kinds.pop("alarm") == "b"
+    assert {kinds.pop("of"), kinds.pop("module")} <= {*"OTU"} and kinds.pop("alarm") == "b"
     assert {name for name, kind in kinds.items() if kind == "i"} >= {"step", "layer", "head"}
     assert measures.alarmed(table).equals(table.alarm)
     goes_on = Monitor(model, every=2, path=path, step=4)
@@ -732,7 +805,8 @@ def test_numbers_that_are_not_finite_are_null_and_end_no_training(tmp_path, capl
     with caplog.at_level(logging.WARNING, "lowprec.monitor"):
         monitor.step()
     assert "not finite" in monitor.left_out[1]
-    assert caplog.text.count("layers that are not watched: ") == 1 and "not finite" in caplog.text
+    assert caplog.text.count("that are not watched: ") == 1
+    assert "blocks.1: attention has numbers that are not finite" in caplog.text
     assert "NaN" not in path.read_text()
 
 
@@ -1195,12 +1269,12 @@ class Scalars(list):
         pass
 
 
-def test_a_writer_gets_the_worst_head_of_each_layer():
+def test_a_writer_gets_the_worst_head_of_each_call():
     model, writer = tiny(), Scalars()
     table = watched(model, lambda: gpt_loss(model, 0), writer=writer)
     scalars = {name: value for name, value, step in writer if step == 0}
-    assert scalars["attention/share/layer_1"] == table.share[table.layer == 1].max()
-    assert scalars["attention/entropy/layer_0"] == table.entropy[table.layer == 0].min()
+    assert scalars["attention/share/blocks.1"] == table.share[table.layer == 1].max()
+    assert scalars["attention/entropy/blocks.0"] == table.entropy[table.layer == 0].min()
     assert scalars["attention/alarms"] == 0 and len(scalars) == 13
 
 
@@ -1399,27 +1473,29 @@ def test_steps_are_counted_where_no_number_is_one_s_turn(hub):
 
 
 def test_of_two_ranks_the_logit_is_the_largest_and_norms_are_root_mean_squares(monkeypatch):
-    one = dict(layer=0, head=0, of="W_Q") | dict.fromkeys(watching.MEANS + watching.SQUARES, 1.0)
-    rows = [one | dict(logit=x, gradient=x, common=x) for x in (1.0, 7.0)]
+    one = dict(head=0, of="W_Q") | dict.fromkeys(watching.MEANS + watching.SQUARES, 1.0)
+    rows = [one | dict(layer=1, module="b", logit=x, gradient=x, common=x) for x in (1.0, 7.0)]
+    other = one | dict(layer=0, module="b/call_1", logit=2.0)
 
     def gather(parts, mine):
-        parts[:] = [mine, rows[1:]]
+        parts[:] = [mine, [rows[1], other]]
 
     yes = dict.fromkeys(("is_available", "is_initialized"), lambda: True)
     there = SimpleNamespace(get_world_size=lambda: 2, all_gather_object=gather, **yes)
     monkeypatch.setattr(watching, "dist", there)
-    (both,) = watching._reduced(rows[:1])
+    alone, both = watching._reduced(rows[:1])
+    assert alone == other and (both["module"], both["layer"]) == ("b", 1)
     assert (both["logit"], both["common"], both["gradient"]) == (7, 4, pytest.approx(5))
 
 
 def test_a_warning_names_the_head_of_the_largest_error(caplog):
     watch = object.__new__(Monitor)
     watch.ringing, watch.path, watch.writer = set(), None, None
-    table = pd.DataFrame(dict(layer=0, head=[0, 1], error=[1.0, 2.0], alarm=True, logit=1.0))
+    table = pd.DataFrame(dict(module="a.b", head=[0, 1], error=[1.0, 2.0], alarm=True, logit=1.0))
     table = table.assign(share=0.5, share_all=0.5, key_share=1.0, common=20.0, gradient=1.0)
     with caplog.at_level(logging.WARNING, "lowprec.monitor"):
         watch._tell(3, table)
-    assert "in layer 0, head 1 the error" in caplog.text
+    assert "in a.b, head 1 the error" in caplog.text
 
 
 def test_nothing_of_nothing_is_nothing():

@@ -50,11 +50,13 @@ class Linears:
 
     def _clear(self):
         self.inside, self.passed, self.last, self.attended = [], {}, (None, []), set()
+        self.names = {}  # of the modules
         self.bare = {}  # of a module, of what has passed the maps that it has as functions
 
     def __enter__(self):
         self.hooks, self.inside, self.here = [], [self.model], here()
-        for module in list(self.model.modules())[1:]:
+        self.names = {module: name for name, module in self.model.named_modules()}
+        for module in list(self.names)[1:]:
             self.hooks.append(module.register_forward_pre_hook(self._enter))
             self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
         if not self.listening:
@@ -96,6 +98,10 @@ class Linears:
         if x.is_floating_point():
             way = Bare(weight), x.detach(), _edge(y)
             self.bare.setdefault(self.inside[-1], []).append(way)
+
+    def name(self) -> str:
+        """Of the innermost module that is under way; "" where that is the model itself."""
+        return next((self.names.get(module, "") for module in reversed(self.inside)), "")
 
     def before(self, q) -> Queries:
         """The way from q back, to the maps of the innermost module that has called any, or to those

@@ -110,7 +110,7 @@ class Call:
     is there already.
     """
 
-    layer: int
+    layer: int | None
     policy: PrecisionPolicy
     scale: float
     norms: Callable
@@ -186,10 +186,11 @@ def forward(q, k, v, policy, scale, tile=None) -> torch.Tensor:
 
 
 def require_finite(layer: int | None, *tensors) -> None:
-    """Raise `UserError` that names a layer in which a number is none."""
+    """Raise `UserError` that names a layer, if it is known, in which a number is none."""
     if not all(x.isfinite().all() for x in tensors):
+        of = "" if layer is None else f" of layer {layer}"
         raise UserError(
-            f"attention of layer {layer} has numbers that are not finite: the model has failed, "
+            f"attention{of} has numbers that are not finite: the model has failed, "
             "or its loss is scaled too far; read a checkpoint or a capture from before that"
         )
 
@@ -292,8 +293,9 @@ def table(calls, read: str) -> pd.DataFrame:
 
 def describe(row) -> str:
     """The numbers that an alarm reads, of one row of a table, in words."""
+    where = row["module"] if "module" in row else f"layer {row['layer']:.0f}"
     return (
-        f"in layer {row['layer']:.0f}, head {row['head']:.0f} the error that rounding O makes "
+        f"in {where}, head {row['head']:.0f} the error that rounding O makes "
         f"through a delta that reads it is {row['share']:.2g} times as long as W_Q's gradient, "
         f"that of all roundings {row['share_all']:.2g} times, the mean key is "
         f"{row['key_share']:.2f} of the rms key, and the mean score is "

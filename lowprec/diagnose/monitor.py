@@ -13,7 +13,7 @@ tokens of one batch, so silence proves little and an alarm that stays is worth a
 what a delta that reads the stored O does, also where a policy such as SAFE takes that error out
 again; what is left then is `share_all`, and an alarm needs both.
 
-The file has one JSON object a line for each watched step, layer and head, with `COLUMNS`:
+The file has one JSON object a line for each watched step, call and head, with `COLUMNS`:
 `pandas.read_json(path, lines=True)` is the table. A file that exists is added to.
 """
 
@@ -40,7 +40,9 @@ from lowprec.records.files import make_folder
 
 COLUMNS = {
     "step": "whose backward was watched, counted from 0",
-    "layer": "the number of the call of attention in a forward, from 0",
+    "layer": "the number of the call of attention in a forward, from 0, whatever layer makes it",
+    "module": "the name in the model of the module that makes it, with /call_1 behind it for the "
+    "second that it makes; where none within the model does, call_ and that number",
     "head": measures.COLUMNS["head"],
     "logit": measures.COLUMNS["logit"],
     "entropy": measures.ALSO["entropy"],
@@ -78,7 +80,7 @@ class Monitor:
     sequences, length: what is measured of a batch, its first tokens.
     step: the number of the first step, where a training goes on.
 
-    Attributes: table, of the last watched step; left_out, {layer: why} of calls not measured. An
+    Attributes: table, of the last watched step; left_out, {number: why} of calls not measured. An
     alarm is a warning of the logger "lowprec.monitor", when a head begins to ring.
     """
 
@@ -105,7 +107,7 @@ class Monitor:
             runs.require_writable(self.path)
         self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
         self.table, self.left_out, self.ringing, self.seen = None, {}, set(), False
-        self.told = set()  # what was said of layers
+        self.told = set()  # what was said of calls
         self.known, self.missed = defaultdict(weakref.WeakKeyDictionary), 0
         self.calls = 0  # of step, since one was watched: numbers may jump
         self.stepped = False
@@ -198,14 +200,15 @@ class Monitor:
         if not self.seen:
             _require_seen(watch)
         rows = [
-            dict(layer=layer, head=head, of=of)
+            dict(layer=layer, module=seen.module(layer), head=head, of=of)
             | {name: columns[name][head].item() for name in columns if name in COLUMNS}
             for layer, (columns, of) in sorted(seen.found.items())
             for head in range(len(columns["logit"]))
         ]
         rows = _reduced(rows)
         if rows or self.seen:
-            self._say(step, "layers that are not watched", seen.left_out)
+            why = {seen.module(n): why for n, why in sorted(seen.left_out.items())}
+            self._say(step, "calls of attention that are not watched", why)
         if not rows:
             if first and not self.seen:
                 why = next(iter(seen.left_out.values()))
@@ -219,20 +222,22 @@ class Monitor:
         self.table = table = table[list(COLUMNS)]
         if _rank() == 0:
             self._tell(step, table)
-            without = table.layer[table.of != "W_Q"].unique().tolist()
-            self._say(step, "layers that give no alarm", dict.fromkeys(without, UNTRACED))
+            without = table.module[table.of != "W_Q"]
+            self._say(
+                step, "calls of attention that give no alarm", dict.fromkeys(without, UNTRACED)
+            )
         return table
 
-    def _say(self, step, what, layers: dict):
-        """Warn of layers, {number: why}, unless that was said before."""
-        if fresh := sorted(layers.items() - self.told):
+    def _say(self, step, what, calls: dict):
+        """Warn of calls, {module: why}, unless that was said before."""
+        if fresh := [call for call in calls.items() if call not in self.told]:
             self.told.update(fresh)
-            some = "; ".join(f"{layer}: {why}" for layer, why in fresh)
+            some = "; ".join(f"{module}: {why}" for module, why in fresh)
             log.warning("step %d: %s: %s", step, what, some)
 
     def _tell(self, step, table):
         ill = table[table.alarm]
-        heads = set(zip(ill.layer, ill["head"], strict=True))
+        heads = set(zip(ill.module, ill["head"], strict=True))
         if heads - self.ringing:
             worst = ill.nlargest(1, "error").iloc[0]
             log.warning(
@@ -282,7 +287,7 @@ def _rank() -> int:
 
 
 def _reduced(rows: list[dict]) -> list[dict]:
-    """The rows of all ranks as one a layer and head."""
+    """The rows of all ranks as one a call and head."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return rows
     parts = [None] * dist.get_world_size()
@@ -291,10 +296,11 @@ def _reduced(rows: list[dict]) -> list[dict]:
     if table.empty:
         return []
     table[SQUARES] = table[SQUARES] ** 2
-    by = table.groupby(["layer", "head"], sort=True)
-    merged = by[MEANS + SQUARES].mean().assign(logit=by.logit.max(), of=by.of.first())
+    by = table.groupby(["module", "head"])
+    firsts = dict(layer=by.layer.first(), of=by.of.first())
+    merged = by[MEANS + SQUARES].mean().assign(logit=by.logit.max(), **firsts)
     merged[SQUARES] = merged[SQUARES] ** 0.5
-    return merged.reset_index().to_dict("records")
+    return merged.reset_index().sort_values("layer", kind="stable").to_dict("records")
 
 
 def _quotient(error, whole):
@@ -328,11 +334,11 @@ def _writer(folder):
 
 
 def _scalars(writer, step, table):
-    """By layer, of its heads the largest, of the entropy the smallest; and how many ring."""
-    for layer, some in table.groupby("layer"):
+    """By call, of its heads the largest, of the entropy the smallest; and how many ring."""
+    for module, some in table.groupby("module"):
         for name in ("logit", "share", "share_all", "key_share"):
-            writer.add_scalar(f"attention/{name}/layer_{layer}", some[name].max(), step)
-        writer.add_scalar(f"attention/common/layer_{layer}", some.common.abs().max(), step)
-        writer.add_scalar(f"attention/entropy/layer_{layer}", some.entropy.min(), step)
+            writer.add_scalar(f"attention/{name}/{module}", some[name].max(), step)
+        writer.add_scalar(f"attention/common/{module}", some.common.abs().max(), step)
+        writer.add_scalar(f"attention/entropy/{module}", some.entropy.min(), step)
     writer.add_scalar("attention/alarms", int(table.alarm.sum()), step)
     writer.flush()

@@ -1,11 +1,11 @@
 """The calls of attention of somebody's training step, measured while its backward passes by.
 
-Inside one forward of the model four doors are watched, each for what goes through no inner one:
-the operator of this package (`GPT`, `lowprec.sdpa`) and its impl="sdpa", torch.nn.functional's
-scaled_dot_product_attention where it is called by that name, and transformers' registry of
-attention functions (eager, flash, ...). A hook on each call's output sees do, and measures before
-the gradient goes on: then the graph from q back to W_Q is still there. Hooks change no gradient
-and nothing here draws random numbers.
+Inside one forward of the model, in its thread, four doors are watched, each for what goes through
+no inner one: the operator of this package (`GPT`, `lowprec.sdpa`) and its impl="sdpa",
+torch.nn.functional's scaled_dot_product_attention where it is called by that name, and
+transformers' registry of attention functions (eager, flash, ...). A hook on each call's output sees
+do, and measures before the gradient goes on: then the graph from q back to W_Q is still there.
+Hooks change no gradient and nothing here draws random numbers.
 """
 
 from __future__ import annotations
@@ -116,12 +116,13 @@ class Watch:
         self.linears.__exit__()
         if output is None and (module is None or sys.exception()):  # it failed: the next is watched
             self.called, self.another = False, True
-            self.seen = Seen(count=1, left_out={0: FAILED})
+            self.seen = Seen([""], left_out={0: FAILED})
 
     def saw(self, q, k, v, o, mask, causal, scale, policy=None, tile=None, turned=False, **how):
         """A call of attention in the watched forward; turned: o is (B, T, H, D)."""
         seen, flat = self.seen, q.dim() == 3  # (B·H, T, D): all are heads of one sequence
-        layer, seen.count = seen.count, seen.count + 1
+        layer = seen.count
+        seen.names.append(self.linears.name())
         q, k, v = (x[None] if flat else x for x in (q, k, v))
         own = self.linears.before(q)
         if not o.requires_grad:
@@ -159,7 +160,7 @@ class Watch:
         if policy.draws:
             seen.left_out[layer] = "its policy draws random bits"
             return
-        own.known, own.rows = self.known[layer], rows
+        own.known, own.rows = self.known[seen.module(layer)], rows
 
         def measure(do):
             if not self.back:
@@ -174,7 +175,7 @@ class Watch:
             # what a policy governs is read as it is, other attention as in training in 16 bits
             given = [x if ours else x.to(dtype) for x in (*full, of_rows(do)[part])]
             call = measures.Call(
-                layer, policy, q.shape[3] ** -0.5 if scale is None else scale, own,
+                None, policy, q.shape[3] ** -0.5 if scale is None else scale, own,
                 *given, full_q=full[0], full_k=full[1], tile=tile,
             )  # fmt: skip
             try:
@@ -188,12 +189,23 @@ class Watch:
 
 @dataclass
 class Seen:
-    """Of one forward: how many calls of attention it made, what was measured of them by their
-    number, columns and what their gradients are of, and why others were left out."""
+    """Of one forward: the names of the modules that called attention, what was measured of the
+    calls by their number, columns and what their gradients are of, and why others were left out."""
 
-    count: int = 0
+    names: list = field(default_factory=list)
     found: dict = field(default_factory=dict)
     left_out: dict = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many calls of attention it made."""
+        return len(self.names)
+
+    def module(self, call: int) -> str:
+        """Which call that is, by the module that makes it or, where none is known, its number."""
+        name = self.names[call]
+        again = self.names[:call].count(name) if name else call
+        return f"{name}/call_{again}".lstrip("/") if again or not name else name
 
 
 class Hook:
