@@ -114,6 +114,27 @@ def test_of_a_function_whose_output_was_rounded_coarser_than_the_inputs_that_is_
     assert "coarser" not in b
 
 
+def test_sums_that_round_as_fp32_inputs_do_are_nothing_magnified():
+    def noisy(q, k, v, **how):
+        o = scaled_dot_product_attention(q, k, v, **how)
+        return o * (1 + 1e-6 * torch.randn(o.shape, generator=torch.Generator().manual_seed(0)))
+
+    some = contenders.drawn((1, 2, 256, 64), dtype=torch.float32)
+    calls = {"A": contenders.plain, "B": scaled_dot_product_attention, "C": noisy}
+    table = compare.measure(calls, [some], twice=False)
+    a, b, c, *_ = compare.verdict(table).split("\n")
+    assert "A is within rounding" in a and "B is within rounding" in b
+    assert (table.groupby("who").ulps.max() > compare.ULPS).all()
+    assert c.endswith("a bug, or rounding in other places.")
+
+
+def test_rounding_is_magnified_in_fp32_as_well():
+    some = contenders.named("fa2-a-seed1-1680")
+    wide = {name: getattr(some, name).float() for name in ("q", "k", "v", "do")}
+    said = compare.verdict(one(contenders.plain, dataclasses.replace(some, **wide)))
+    assert "rounding, magnified" in said
+
+
 def test_where_do_is_zero_no_gradient_was_compared():
     some = contenders.drawn((1, 2, 64, 32))
     some = dataclasses.replace(some, do=torch.zeros_like(some.do))
