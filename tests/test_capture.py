@@ -307,6 +307,19 @@ def test_what_save_refuses(tmp_path, monkeypatch):
         save()
 
 
+def test_the_implementation_of_a_capture_is_the_one_that_runs(tmp_path, monkeypatch):
+    """On a GPU "auto" emulates what the kernels lack, and so must a replay."""
+    asked = []
+    monkeypatch.setattr(capture, "that_runs", lambda *call: asked.append(call) or "emulate")
+    policy = "FA2+o=bf16:stochastic"
+    file = Capture.load(saved(tmp_path, policy, tile=16))
+    assert file.meta["impl"] == "emulate" and file.replay("LOW").reproduced is None
+    cpu = torch.device("cpu"), C // H
+    assert asked == [
+        (PrecisionPolicy.parse(policy), 16, "auto", *cpu), (LOW, 16, "auto", "cpu", C // H)
+    ]  # fmt: skip
+
+
 def test_one_head_of_gpt2_fits(tmp_path):
     """The largest model of the campaigns: 1024 tokens, width 768, heads of 64."""
     config = GPTConfig(1, 12, 768, 1024, vocab_size=128, policy="LOW")

@@ -28,7 +28,7 @@ from safetensors.torch import save as to_bytes
 
 from lowprec import UserError
 from lowprec.attention import trace
-from lowprec.attention.operator import resolve_impl
+from lowprec.attention.operator import that_runs
 from lowprec.numerics import agreement
 from lowprec.numerics.policy import FIELDS, PrecisionPolicy
 from lowprec.records import files, provenance
@@ -171,9 +171,8 @@ def save(path, observed, model, layer, heads, sequences, info) -> Path:
     if path.exists():
         raise UserError(f"capture {path} exists and is never overwritten; choose another name")
     c, device = model.config, seen.q.device
-    impl = resolve_impl(seen.impl, device)
-    if impl.startswith("sdpa"):
-        raise UserError(f"impl={impl!r} cannot be replayed; capture a run with impl='triton'")
+    if seen.impl.startswith("sdpa"):
+        raise UserError(f"impl={seen.impl!r} cannot be replayed; capture a run with impl='triton'")
     groups = [(policy, group) for policy, group in seen.groups if set(heads) <= set(group)]
     if not heads or not sequences or not groups:
         raise UserError(f"heads {heads} of layer {layer}: name some that share one policy")
@@ -191,7 +190,8 @@ def save(path, observed, model, layer, heads, sequences, info) -> Path:
     tensors = {name: t.cpu().contiguous() for name, t in tensors.items()}
     meta = provenance.provenance(str(device)) | dict(info) | dict(
         policy={name: str(getattr(policy, name)) for name in FIELDS}, tile=seen.tile,
-        scale=c.head_dim**-0.5, causal=True, seed=seen.seed, impl=impl, layer=layer, heads=heads,
+        scale=c.head_dim**-0.5, causal=True, seed=seen.seed, layer=layer, heads=heads,
+        impl=that_runs(policy, seen.tile, seen.impl, device, c.head_dim),
         sequences=sequences, call_heads=[group.index(head) for head in heads],
         model=dataclasses.asdict(c),
     )  # fmt: skip
@@ -352,7 +352,7 @@ class Capture:
         captured = self.policy
         policy = captured if policy is None else PrecisionPolicy.parse(policy)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        impl = resolve_impl(impl, device)
+        impl = that_runs(policy, self.tile, impl, device, self.tensors["q"].shape[3])
         t = self._trace(policy, impl, device)
         wanted, o = self.tensors["o"], t.o.to(self.tensors["o"].dtype)
         t.policy, t.reproduced = policy, None
