@@ -1,12 +1,17 @@
 """Distances of runs from healthy ones, by hand on runs of a few probes."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from lowprec import UserError
+from lowprec.publish import notebook
 from lowprec.studies import yardstick
+
+PAGE = Path(__file__).resolve().parent.parent / "notebooks" / "do_weights_drift_apart.ipynb"
 
 
 def run(loss, sigma, steps=(99, 149), bias=None):
@@ -61,3 +66,17 @@ def test_halves_are_of_the_head_that_is_largest_at_the_end():
     first, second, share = yardstick.halves(run(1.0, sigma, steps, bias), 100)
     assert (first, second) == (3, 4)
     assert share == pytest.approx(7 / 150)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (dict(mini="gpt2"), "mini='gpt2': FA2 must explode in all 8 seeds, and LOW; take mini"),
+        (dict(mini="explosion"), "mini='explosion': FA2 must explode"),
+        (dict(before=0), "before=0: take 1 to 1,664"),
+    ],
+    ids=str,
+)
+def test_what_the_page_cannot_read_is_one_sentence(given, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        notebook.execute(PAGE, tmp_path / "page.ipynb", parameters=given)
