@@ -366,6 +366,24 @@ def test_the_template_runs_and_reaches_a_verdict(tmp_path, fork):
     assert "the sum is 49 % too small" in page.cells[0].source
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_fork_says_what_no_commit_has_registered(registered, tmp_path, fork, capsys):
+    """Also one without a cell of its prediction."""
+    nb = nbformat.read(fork, 4)
+    nb.cells = [cell for cell in nb.cells if cell.id != "prediction"]
+    nbformat.write(nb, fork)
+    if registered:
+        claims = fork.with_suffix(".claims.yml")
+        claims.write_text(
+            claims.read_text().replace("  needs: 16", "  needs: 16\n  registered: abcdef0")
+        )
+    notebook.main([str(fork), str(tmp_path / "page.ipynb")])
+    said = "since no commit in `registered` has the rule: running-sum-short, running-sum-fair\n"
+    assert (said in capsys.readouterr().out) != registered
+    page = (tmp_path / "page.ipynb").read_text()
+    assert page.count("No commit in `registered` says") == 2 * (not registered)
+
+
 CELLS = ("question", "prediction", "parameters", "load", "measure", "figure", "verdict")
 """The cells that the blocks of book/fork.md replace, in its order."""
 

@@ -140,6 +140,8 @@ class Result:
         rule += f"{c.sourced(source)}."
         if c.exploratory:
             rule += " Exploratory: the rule was chosen after seeing these data."
+        elif c.registered is None:  # of a fork
+            rule += " No commit in `registered` says that the rule came first."
         if c.doubts:
             rule += f" Doubt it first for: {', '.join(threats or c.doubts)}."
         listed = self.listed() and f"{self.listed()}."

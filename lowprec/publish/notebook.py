@@ -526,6 +526,9 @@ def main(argv: list[str]) -> None:
     parts += [f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)]
     for verdict in about["verdicts"]:
         print(Result.from_dict(verdict))
+    claims = [v["claim"] for v in about["verdicts"]]
+    if loose := ", ".join(claim["id"] for claim in claims if claim["registered"] is None):
+        print(f"exploratory, since no commit in `registered` has the rule: {loose}")
     if parameters and verdicts:
         print(_measured_with(parameters))
     print(f"{args.output}: {', '.join(parts)}")
