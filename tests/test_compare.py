@@ -114,6 +114,52 @@ def test_of_a_function_whose_output_was_rounded_coarser_than_the_inputs_that_is_
     assert "coarser" not in b
 
 
+def test_numbers_that_need_no_more_bits_were_not_rounded_coarser():
+    """Where all of V is 1 the exact O is, too, and every format has it."""
+    some = contenders.drawn((1, 2, 64, 32), dtype=torch.float16)
+    some = dataclasses.replace(some, v=torch.ones_like(some.v))
+
+    def wrong(q, k, v, scale, **how):
+        return scaled_dot_product_attention(q, k, v, scale=2 * scale, **how)
+
+    said = compare.verdict(one(wrong, some))
+    assert "B's dV errs" in said and "coarser" not in said
+
+
+def test_a_sign_too_small_for_a_fault_is_no_proof_of_one():
+    def noisy(q, k, v, **how):
+        o = scaled_dot_product_attention(q, k, v, **how)
+        noise = torch.randn(o.shape, generator=torch.Generator().manual_seed(0))
+        return o * (1 + 1e-7 + 1e-6 * noise)
+
+    table = one(noisy, contenders.drawn((1, 2, 256, 64), dtype=torch.float32))
+    assert table[table.large].clear.any() and not table.lean.any()
+    said = compare.verdict(table)
+    assert "sign" not in said and said.endswith("a bug, or rounding in other places.")
+
+
+def test_one_row_has_no_interval():
+    q, k, v, do = (torch.randn(1, 2, n, 16).bfloat16() for n in (1, 40, 40, 1))
+    some = contenders.Inputs("one query", q, k, v, do, False, 0.25)
+    assert "nan" not in compare.shown(one(contenders.plain, some))
+
+
+def test_small_errors_have_digits():
+    some = contenders.drawn((1, 2, 64, 32), dtype=torch.float32)
+    calls = {"A": contenders.function("ALL_FP32"), "B": contenders.function("FA2")}
+    said = compare.verdict(compare.measure(calls, [some], twice=False))
+    assert "e-05 %" in said and "0.00%" not in said and "e+" not in said
+
+
+def test_errors_are_alike_in_what_is_compared_and_that_is_not_delta(inputs):
+    table = one(contenders.plain, inputs)
+    both = pd.concat([table.assign(who=who) for who in "AB"], ignore_index=True)
+    both.attrs = table.attrs
+    both.loc[(both.who == "B") & (both.of == "δ"), "error"] *= 2
+    said = compare.verdict(both)
+    assert "They err alike, within a factor of 1.5 in O and all gradients." in said
+
+
 def test_sums_that_round_as_fp32_inputs_do_are_nothing_magnified():
     def noisy(q, k, v, **how):
         o = scaled_dot_product_attention(q, k, v, **how)

@@ -215,7 +215,7 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
         without += [some.name] * (not some.do.any())
         for who, call in functions.items():
             found = run(call, some, who)
-            fmt = _coarsest(call) or _of_all(found["O"])
+            fmt = _coarsest(call) or _of_all(found["O"], exact._stored(exact.right["O"]))
             if fmt is not None and fmt.significand_bits < exact.fmt.significand_bits:
                 coarse[who] = fmt.name
             rows += exact.rows(who, found)
@@ -238,9 +238,14 @@ def _coarsest(call) -> Format | None:
     return min((x.fmt for x in sites), key=lambda fmt: fmt.significand_bits, default=None)
 
 
-def _of_all(o) -> Format | None:
-    """The 16-bit format in which all numbers of O lie, as one that was rounded there has them."""
-    fits = (fmt for fmt in (BF16, FP16) if torch.equal(round_to(o.float(), fmt).double(), o))
+def _of_all(o, stored) -> Format | None:
+    """The 16-bit format in which all numbers of O lie, as one that was rounded there has them, and
+    those of the exact O, as it is stored, do not."""
+
+    def holds(fmt, x):
+        return torch.equal(round_to(x.float(), fmt).double(), x)
+
+    fits = (fmt for fmt in (BF16, FP16) if holds(fmt, o) and not holds(fmt, stored))
     return next(fits, None) if o.any() else None
 
 
@@ -275,9 +280,7 @@ def shown(table: pd.DataFrame) -> str:
     """`most` of a table as aligned text."""
     lines = [("of", "who", "error", "× plain", "worst row", "signed", "× one ulp", "input")]
     for row in most(table).itertuples():
-        half = 100 * row.half
-        places = max(0, -math.floor(math.log10(half))) if half > 0 else 1
-        signed = f"{100 * row.signed:+.{places}f} ± {half:.{places}f} %{'*' if row.clear else ' '}"
+        signed = f"{_signed(row)}{'*' if row.clear else ' '}"
         numbers = (f"{x:.2f}" if x < 100 else f"{x:.3g}" for x in (row.times, row.worst, row.ulps))
         times, worst, ulps = numbers
         lines.append((row.of, row.who, f"{100 * row.error:.3g} %", times, worst, signed, ulps,
@@ -290,6 +293,15 @@ def shown(table: pd.DataFrame) -> str:
         f"signed: with half its 95 % interval, n = {table.n.min()} blocks of rows; *: beyond noise"
     )
     return "\n".join([*(line.rstrip() for line in text), "", note])
+
+
+def _signed(row) -> str:
+    """The mean error and half its interval, if any, to the interval's first digit."""
+    half = 100 * row.half
+    if math.isnan(half):
+        return f"{100 * row.signed:+.2g} %"
+    places = max(0, -math.floor(math.log10(half))) if half > 0 else 1
+    return f"{100 * row.signed:+.{places}f} ± {half:.{places}f} %"
 
 
 def verdict(table: pd.DataFrame, names: dict[str, str] | None = None) -> str:
@@ -331,14 +343,11 @@ def _of_one(table, name: str) -> str:
         parts += [f"in its worst row {_times(row.worst)}"] * bool(row.worst > WORST)
         parts += [f"outside the {TIMES}x rule"] * bool(row.large)
         parts += [f"likewise {' and '.join(also)}"] * bool(also)
-        if len(signs := bad[bad.clear]):
+        if len(signs := bad[bad.lean]):
             sign = signs.loc[signs.p.idxmin()]
             toward = " along the mean key" * (sign.of == "dQ")
-            parts.append(
-                f"and {sign.of} has a sign{toward}, {sign.signed:+.2%} ± {sign.half:.2%}, n = "
-                f"{sign.n}"
-            )
-        sure = bad.clear.any() or (bad.far > 1).any()
+            parts.append(f"and {sign.of} has a sign{toward}, {_signed(sign)}, n = {sign.n}")
+        sure = bad.lean.any() or (bad.far > 1).any()
         so = "not rounding alone" if sure else "a bug, or rounding in other places"
         if fmt := table.attrs["coarse"].get(row.who):
             so = f"it rounds to {fmt}, which is coarser than the inputs"
@@ -357,7 +366,11 @@ def _of_one(table, name: str) -> str:
 
 
 def _times(x: float) -> str:
-    return f"{x:,.0f} times" if x >= 10 else f"{x:.1f} times" if x >= 1 else f"{x:.2g} times"
+    return f"{_number(x)} times"
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 10 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
 
 
 def _between(table, call: dict) -> list[str]:
@@ -370,17 +383,17 @@ def _between(table, call: dict) -> list[str]:
     wide, ulps = all_of.dropna(), some.pivot(index=["input", "of"], columns="who", values="ulps")
     if wide.empty or not np.isfinite(some.error).all():
         return []
-    apart = np.log(wide[a] / wide[b]).abs() >= math.log(ALIKE)
+    apart = wide.max(axis=1) > ALIKE * wide.min(axis=1)
     if not apart.any():
-        where = "everywhere" if len(wide) == len(all_of) else "in what both give"
-        return [f"They err alike, within a factor of {ALIKE} {where}."]
+        where = "O and all gradients" if len(wide) == len(all_of) else "what both give"
+        return [f"They err alike, within a factor of {ALIKE} in {where}."]
     where, of = (ulps[a] - ulps[b]).abs().loc[apart.index[apart]].idxmax()
     two = wide.loc[(where, of)]
     more, less = (a, b) if two[a] > two[b] else (b, a)
     return [
         f"They differ most, in ulps of the inputs, in {of} of {where}: {call[more]} errs by "
-        f"{ulps.loc[where, of][more]:.2g}, or {two[more]:.2%}, and {call[less]} by "
-        f"{ulps.loc[where, of][less]:.2g}, or {two[less]:.2%}."
+        f"{_number(ulps.loc[where, of][more])}, or {100 * two[more]:.3g} %, and {call[less]} by "
+        f"{_number(ulps.loc[where, of][less])}, or {100 * two[less]:.3g} %."
     ]
 
 
