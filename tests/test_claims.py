@@ -804,7 +804,7 @@ def test_a_rule_is_as_old_as_it_says(history):
         return registration.fault(claim, judged, root)
 
     assert fault(second) is None and fault(first, limit=1) is None
-    assert "has another rule" in fault(first)
+    assert "has another rule, < 1, than < 2: name" in fault(first)
     assert "is not before" in fault(second, judged=first)
     assert "does not have it, nor predictions of a campaign" in fault(nothing)
     assert "is no commit here: name the commit that first had the rule" in fault("abcdef012345")

@@ -384,6 +384,12 @@ def test_a_fork_says_what_no_commit_has_registered(registered, tmp_path, fork, c
     assert page.count("No commit in `registered` says") == 2 * (not registered)
 
 
+def test_what_a_fork_says_is_explained_where_its_verdict_is():
+    _, _, page = (ROOT / "book" / "fork.md").read_text().partition("## 4. Read the verdict")
+    said = page.partition("\n## ")[0]
+    assert "exploratory" in said and "`registered: " in said
+
+
 CELLS = ("question", "prediction", "parameters", "load", "measure", "figure", "verdict")
 """The cells that the blocks of book/fork.md replace, in its order."""
 

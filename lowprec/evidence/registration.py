@@ -58,7 +58,8 @@ def fault(claim, first_run: str, root: Path) -> str | None:
             f"registered {commit} does not have it, nor predictions of a campaign or study that "
             f"its page reads: {mend}"
         )
-    return f"registered {commit} has another rule, {then}, than {now}: {mend}"
+    was, now = (f"{how} {' to '.join(f'{x:g}' for x in ends)}" for how, ends in (then, now))
+    return f"registered {commit} has another rule, {was}, than {now}: {mend}"
 
 
 @functools.cache
