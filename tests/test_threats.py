@@ -219,7 +219,7 @@ def test_explosions_do_not_need_a_second_pass(recorded):
     "runs_, chosen_",
     {
         "`LOW` and `FA2`, 6 layers": (("mini", "low", "fa2"),),
-        "δ from another output or P∘dP, 16 bits, 6 layers, learned positions": OTHER_OUTPUT,
+        "δ from another output, `FA2`'s P∘dP, 16 bits, 6 layers, learned positions": OTHER_OUTPUT,
         "PyTorch's kernel": (("production", "sdpa"),),
         "`LOW` with weight decay": (("rivals", "decay"),),
         "`LOW` with β = 1.01": (("held", "untied_loud"),),
