@@ -8,8 +8,6 @@ import pytest
 
 from lowprec import UserError
 from lowprec.records.explosion import Explosion
-from lowprec.records.runs import load_runs
-from lowprec.studies import dated
 from lowprec.studies import warnings_tested as wt
 
 
@@ -116,20 +114,3 @@ def test_outcomes_tell_a_rise_from_a_loss_that_is_lost():
     open_ = run(onset=1300)
     open_.explosion = Explosion(1300, False)
     assert wt._outcome(open_) == "open" and wt._outcome(run()) == "healthy"
-
-
-def test_the_tables_have_what_a_run_gives():
-    tables = dated.recorded("warnings_tested")
-    (calm,) = load_runs("mini").query("arm == 'fa2' and seed == 3").run
-    runs = tables["runs"].query("campaign == 'mini' and arm == 'fa2' and seed == 3")
-    assert runs.outcome.item() == "explodes"
-    for name, clock in (("readings", 200), ("fine", 50)):
-        kept, now = tables[name].query(f"of == {runs.index[0]}"), wt.readings(calm, clock)
-        assert np.allclose(kept[list(now)], now, rtol=1e-6)
-
-
-def test_the_tables_have_every_recorded_run():
-    found, runs = wt.load(), dated.recorded("warnings_tested")["runs"]
-    for table in (found, runs):
-        table["key"] = table.campaign + "/" + table.name
-    assert set(found.key) == set(runs.key), "run python -m lowprec.studies.warnings_tested anew"

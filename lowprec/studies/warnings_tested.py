@@ -6,9 +6,6 @@ before. A level is chosen on some runs without an explosion and judged on others
 
 Read of a run are the steps before its onset. A run without a rise is healthy as far as it was
 watched, so its last `PATIENCE` steps are left out: a rise after them would not have been seen.
-Reading all runs takes 13 seconds on 2 cores, so the page reads tables:
-
-    python -m lowprec.studies.warnings_tested data/studies/warnings_tested
 """
 
 from __future__ import annotations
@@ -18,12 +15,11 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from lowprec import UserError, entry
+from lowprec import UserError
 from lowprec.evidence.heads import HEAD, end_of
 from lowprec.records.explosion import PATIENCE, WINDOW, excess
 from lowprec.records.files import data_root
 from lowprec.records.runs import load_runs, run_paths
-from lowprec.studies import dated
 
 SIGNALS = {
     "loss": "loss above its minimum",
@@ -40,16 +36,6 @@ FINE = 50
 """Steps between the probes of some campaigns; the others have 200."""
 OUTCOMES = ("healthy", "explodes", "not finite", "open")
 """open: it ended with a rise that nothing confirms."""
-
-
-def measure() -> dict[str, pd.DataFrame]:
-    """runs, as `load` without its runs; readings of all of them; fine, every FINE steps, of those
-    that have such probes."""
-    runs = load()
-    tables = dict(readings=read(runs), fine=read(runs[runs.apart == FINE], FINE))
-    small = dict.fromkeys(SIGNALS, "float32") | dict.fromkeys(("of", "step", "left"), "int32")
-    tables = {name: table.astype(small) for name, table in tables.items()}
-    return dict(runs=runs.drop(columns="run"), **tables)
 
 
 def load(campaigns: Iterable[str] = ()) -> pd.DataFrame:
@@ -205,12 +191,3 @@ def area(failing, calm) -> float:
     """
     a, b = np.asarray(failing)[:, None], np.asarray(calm)[None]
     return float(((a > b) + 0.5 * (a == b)).mean())
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Read six signals of every recorded run, for the page on what warns first."""
-    dated.command("warnings_tested", main.__doc__, measure, argv)
-
-
-if __name__ == "__main__":
-    entry(main)
