@@ -130,7 +130,8 @@ SPHINX_OWN = 200
 
 def _leave_out(app, error) -> None:
     """What no page loads: of MathJax all but one bundle, its fonts and extensions; the theme's
-    languages, icons that no page shows and fonts in a second format; maps of sources."""
+    languages, icons that no page shows, fonts in a second format and of brands, whose icons are
+    drawn by the script; maps of sources."""
     site = Path(app.outdir)
     static = site / "_static"
     mathjax = (static / app.config.mathjax_path).parent
@@ -140,8 +141,9 @@ def _leave_out(app, error) -> None:
             if not needed & set(file.parents) or file.name == "all-packages.js":
                 file.unlink()
     shutil.rmtree(static / "locales", ignore_errors=True)
-    for file in (*static.rglob("*.map"), *static.rglob("vendor/**/*.ttf")):
-        file.unlink()
+    for pattern in ("*.map", "vendor/**/*.ttf", "vendor/**/fa-brands-*"):
+        for file in list(static.rglob(pattern)):
+            file.unlink()
     _leave_out_icons(static / "scripts" / "fontawesome.js", _icons(site))
 
 
