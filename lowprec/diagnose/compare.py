@@ -36,7 +36,7 @@ LEAN = 0.5
 """A sign beyond noise counts as a fault from this share of a plain attention's error on."""
 LEVEL, BLOCKS = 0.05, 16
 """Of all tests of a sign in a table together, and blocks of rows behind each."""
-ULPS, SUMS = 1.5, 10
+ULPS, ULPS_FP32 = 1.5, 10
 """Beyond so many times what one ulp of the inputs does, an error is called magnified; of inputs in
 FP32 beyond the second, since sums round as they do there: of normal numbers a plain attention errs
 by up to 4, and by 0.4 in 16 bits."""
@@ -60,7 +60,8 @@ COLUMNS = {
     "n": "number of blocks",
     "ulps": "error over what moving all inputs by one ulp does to the exact result, which is taken "
     "to be at least what storing it does",
-    "far": f"ulps over the most that is not called magnified: {ULPS}, and {SUMS} of inputs in FP32",
+    "far": f"ulps over the most that is not called magnified: {ULPS}, and {ULPS_FP32} of inputs in "
+    "FP32",
     "large": f"times above {TIMES}, or worst above {WORST}, or not a number; δ is left out",
     "clear": "a sign beyond noise, by Bonferroni's correction over the table",
     "lean": "such a sign, of LEAN times `plain` or more",
@@ -192,7 +193,7 @@ class Exact:
                 worst=_over(self._worst(of, error), self.plain_worst[of]),
                 signed=float(mean), half=float(scipy.stats.t.ppf(0.975, max(n - 1, 1)) * se),
                 p=float(p), n=n, ulps=ulps,
-                far=ulps / (SUMS if self.inputs.q.dtype == torch.float32 else ULPS),
+                far=ulps / (ULPS_FP32 if self.inputs.q.dtype == torch.float32 else ULPS),
             ))  # fmt: skip
         return rows
 
