@@ -59,7 +59,7 @@ OTHERWISE = {
         stabilised-untied-head
     """,
     "inconclusive": """
-        common-one-sequence fix-centred-low fix-centred-norm peers-sdpa
+        common-one-sequence fix-centred-low fix-centred-norm lower-rate-clean peers-sdpa
         rounding-sink-no-ties
     """,
 }
