@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -97,7 +98,6 @@ def train(argv: list[str]) -> None:
 
 def campaign(argv: list[str]) -> None:
     """Run what is missing of a campaign, one run a GPU or a Slurm job."""
-    import signal
     from typing import Literal
 
     import tyro
@@ -143,6 +143,7 @@ def campaign(argv: list[str]) -> None:
             config=(tyro.conf.OmitArgPrefixes,),
         )  # fmt: skip
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # else a second Ctrl-C takes the status
         goes_on = "the same command goes on from checkpoints, if checkpoint_every makes them"
         print(f"lowprec: stopped; {goes_on}", file=sys.stderr)
         sys.exit(130)
@@ -510,6 +511,7 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("lowprec: interrupted", file=sys.stderr)
         return 130
     return status or 0

@@ -28,7 +28,7 @@ preset: tiny
 train: {n_layer: 1, n_head: 2, n_embd: 32, block_size: 16, batch_size: 2, steps: STEPS}
 arms:
   low: {policy: LOW, seeds: [0, 1]}
-  bad: {policy: FA2, device: cuda, seeds: [0, 1]}
+  bad: {policy: SAFE, impl: sdpa, seeds: [0, 1]}
 """
 ONE_RUN = CAMPAIGN.split("  bad:")[0].replace("[0, 1]", "[0]")
 ON_CPU = Slurm(minutes=5, gpus_per_node=0, cpus=1, memory=2.0)
@@ -69,7 +69,10 @@ def check_summary(out, result, again):
         if name.startswith("low"):
             assert re.fullmatch(r"done in \d+ s", how) and again[name] == "recorded before"
         else:
-            why = "device=cuda needs an NVIDIA GPU and there is none; use device=cpu"
+            why = (
+                "impl='sdpa' runs PyTorch's own kernel, whose roundings cannot be set; use "
+                "policy=FA2, tile=None and no probe, or impl='triton'"
+            )
             assert how.startswith(f"failed ({why}), see ")
             assert again[name].startswith(f"failed ({why}), see ")
             assert why in open(how.rpartition("see ")[2]).read()
@@ -133,6 +136,11 @@ def test_the_copy_beside_the_runs_is_that_of_the_last_and_earlier_ones_stay(file
     assert kept.read_text() == text and first.info["campaign_sha256"] == digest
     assert (out / "campaign.yaml").read_bytes() == file.read_bytes()
     assert load_arms(out)["low"].seeds == (0, 1)
+    file.write_text(text)
+    (out / "low-seed0").rename(out / "aside")
+    run_campaign(file, out=out)
+    assert (out / "campaign.yaml").read_text() == text and not kept.exists(), "changed back"
+    assert len(list(out.glob("campaign*.yaml"))) == 2
 
 
 def test_what_was_recorded_otherwise_is_said_before_anything_starts(file, here, tmp_path, capfd):
@@ -195,6 +203,26 @@ def test_ctrl_c_stops_the_runs(file, number):
         campaign.run_one(campaign.load_campaign(file)[0].spec())
 
 
+@pytest.mark.parametrize("words", [["verify"], ["campaign", "c.yaml"]])
+def test_ctrl_c_again_while_a_stopped_command_ends_changes_nothing(words):
+    code = f"""if True:
+        import atexit, os, signal, sys
+        from lowprec import __main__
+        from lowprec.records import manifest
+        from lowprec.training import campaign
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        manifest.verify = campaign.run_campaign = stop
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit.register(os.kill, os.getpid(), signal.SIGINT)
+        sys.exit(__main__.main({words}))
+    """
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 130 and len(ended.stderr.splitlines()) == 1
+
+
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_from_its_checkpoint(file):
     file.write_text(ONE_RUN.replace("STEPS", "80, checkpoint_every: 10"))
@@ -239,9 +267,9 @@ def test_a_run_that_outlived_its_campaign_is_left_alone(file):
 @pytest.mark.parametrize(
     "old, new, says",
     [
-        ("device: cuda", "lr: 2e-3", "arm bad: lr='2e-3' must be a number; write it as 2.0e-3"),
-        ("device: cuda", "lrr: 1", "did you mean lr"),
-        ("policy: FA2, ", "", "arm bad must say its policy"),
+        ("impl: sdpa", "lr: 2e-3", "arm bad: lr='2e-3' must be a number; write it as 2.0e-3"),
+        ("impl: sdpa", "lrr: 1", "did you mean lr"),
+        ("policy: SAFE, ", "", "arm bad must say its policy"),
         ("seeds: [0, 1]", "seeds: [0, 0]", "arm low must list its seeds, each once"),
         ("seeds: [0, 1]", "seeds: 3", "arm low must list its seeds, each once"),
         ("seeds: [0, 1]", "seeds: [null]", "arm low must list its seeds, each once"),
@@ -250,8 +278,8 @@ def test_a_run_that_outlived_its_campaign_is_left_alone(file):
         ("seeds: [0, 1]", "seeds: [true]", "arm low must list its seeds, each once"),
         ("seeds: [0, 1]", "seeds: [2020-01-01]", "arm low must list its seeds, each once"),
         ("seeds: [0, 1]", "seeds: [-1]", "arm low: seed=-1 must be from 0"),
-        ("device: cuda", "weights_at: 2", "weights_at=2 must be a list of whole numbers"),
-        ("device: cuda", "tile: 7.5", "arm bad: tile=7.5 must be a whole number or None"),
+        ("impl: sdpa", "weights_at: 2", "weights_at=2 must be a list of whole numbers"),
+        ("impl: sdpa", "tile: 7.5", "arm bad: tile=7.5 must be a whole number or None"),
         ("steps: STEPS", "steps: [2]", r"steps=\[2\] must be a whole number"),
         ("bad:", "low:", "not valid YAML: low stands twice, again in line 8"),
         ("question: q", "question: \xff", "not valid YAML: .* can't decode byte 0xff"),
@@ -263,6 +291,9 @@ def test_a_run_that_outlived_its_campaign_is_left_alone(file):
         ("seeds: [0, 1]", "seeds: [0, 1], seed: 5", "arm low sets seed"),
         ("{policy: LOW, seeds: [0, 1]}", "LOW", "must be settings"),
         ("preset: tiny", "preset: [tiny]", "preset must be one of gpt2"),
+        ("impl: sdpa", "device: cuda", "bad-seed0: device=cuda needs .* use device=cpu; --only"),
+        ("[p]", "larger", "predictions must be a list of texts; quote a text that has ': ' in it"),
+        ("[p]", "[p larger: refuted if not]", "predictions must be a list of texts"),
     ],
 )
 def test_a_campaign_file_is_checked_before_anything_starts(file, old, new, says):
@@ -270,6 +301,14 @@ def test_a_campaign_file_is_checked_before_anything_starts(file, old, new, says)
     with pytest.raises(UserError, match=says):
         run_campaign(file)
     assert [p.name for p in file.parent.iterdir()] == ["campaign.yaml"]
+
+
+def test_a_campaign_named_by_its_folder_is_told_its_file(file):
+    for name, meant in ((file.parent, file), ("mini", "data/runs/mini/campaign.yaml")):
+        with pytest.raises(UserError, match=rf"no campaign file {name}; did you mean {meant}\?$"):
+            run_campaign(name)
+    with pytest.raises(UserError, match="there is no campaign file nothing$"):
+        run_campaign("nothing")
 
 
 def test_a_damaged_run_is_named_and_the_others_go_on(file, here, capfd):
@@ -456,7 +495,7 @@ def test_two_processes_make_one_run(file):
 def test_of_two_processes_the_reason_is_that_of_the_run(file):
     """As test_the_reason_is_that_of_the_process_that_failed, from torchrun as it is now."""
     result = run_campaign(file, only=("bad-seed0",), processes=2)
-    assert result["bad-seed0"].startswith("failed (device=cuda needs an NVIDIA GPU and there is")
+    assert result["bad-seed0"].startswith("failed (impl='sdpa' runs PyTorch's own kernel, ")
 
 
 @pytest.mark.parametrize(

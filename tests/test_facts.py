@@ -108,9 +108,15 @@ def test_what_cannot_be_filled_in_is_named(text, sentence):
     assert sentence in str(error.value)
 
 
-def test_a_claim_without_a_count_says_so():
-    with pytest.raises(UserError, match="this claim has no count"):
-        facts.field(SimpleNamespace(value=1.0, n=1, count=None, verdict="refuted"), "count")
+def test_a_claim_without_a_value_is_named_and_says_why(monkeypatch):
+    claim = SimpleNamespace(id="w5-cost")
+    found = {"w5-cost": SimpleNamespace(claim=claim, value=None, n=2, verdict="inconclusive")}
+    says = r"^claim w5-cost is inconclusive and has no value: say its \.verdict or \.n$"
+    with pytest.raises(UserError, match=says):
+        facts.fill("{w5_cost.value}", {}, found, "a")
+    monkeypatch.setattr("lowprec.evidence.claims.recorded", lambda: found)
+    with pytest.raises(UserError, match=says):
+        facts.locked_claim("w5-cost", "value")
 
 
 @pytest.mark.parametrize("value", [None, [1], np.nan, np.inf, np.zeros(2)])

@@ -208,12 +208,19 @@ def test_a_failed_execution_keeps_the_older_page(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["page.ipynb", "question.ipynb"]
 
 
-def test_a_users_mistake_is_one_sentence(tmp_path):
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("seeds", "parameter 'seeds' takes int and was given 'all' (str)"),
+        ("seed", "there is no parameter 'seed': did you mean 'seeds' (int)?"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence(tmp_path, caplog, name, sentence):
     source = write_notebook(tmp_path / "question.ipynb")
     with pytest.raises(UserError) as error:
-        notebook.execute(source, tmp_path / "page.ipynb", "recorded", {"seeds": "all"})
-    sentence = "question.ipynb: parameter 'seeds' takes int and was given 'all' (str)"
-    assert str(error.value) == sentence
+        notebook.execute(source, tmp_path / "page.ipynb", "recorded", {name: "all"})
+    assert str(error.value) == f"question.ipynb: {sentence}"
+    assert not caplog.records, "papermill would warn"
     assert not (tmp_path / "page.ipynb").exists()
 
 

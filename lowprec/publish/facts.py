@@ -99,8 +99,9 @@ def field(claim, name: str):
     """What FIELDS say of a measured claim, or of one in a lock."""
     if name not in FIELDS:
         raise UserError(f"a claim has no {name!r}: take {', '.join(FIELDS)}")
-    if (value := getattr(claim, name, None)) is None:
-        raise UserError(f"this claim has no {name}: take another of {', '.join(FIELDS)}")
+    if (value := getattr(claim, name)) is None:
+        why = f"claim {claim.claim.id} is {claim.verdict} and has no {name}"
+        raise UserError(f"{why}: say its .verdict or .n")
     return value
 
 

@@ -14,6 +14,7 @@ import copy
 import datetime
 import difflib
 import html
+import logging
 import os
 import platform
 import re
@@ -260,6 +261,7 @@ def _run(source: Path, values: dict, scratch: Path, root: Path):
     from papermill.exceptions import PapermillExecutionError
     from traitlets.config import Config
 
+    logging.getLogger("papermill").setLevel("ERROR")  # the page tells of an unknown parameter
     # Fewer collections: what a page imports stays.
     first = "import gc; gc.set_threshold(100_000); from lowprec.records import reads; "
     first += f"reads.record({str(scratch / 'reads')!r}, {str(root)!r}); "

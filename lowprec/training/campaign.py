@@ -62,6 +62,7 @@ def run_campaign(
     Interrupted, it stops the runs of this machine; Slurm jobs go on, and the next call finds them.
     """
     from lowprec.training.data.shards import load_tokens
+    from lowprec.training.loop import pick_device
 
     jobs = load_campaign(path, **overrides)
     for pattern in only:
@@ -84,8 +85,10 @@ def run_campaign(
     for job in missing:
         try:
             job.config.check_processes(processes)
+            if slurm is None:
+                pick_device(job.config.device)
         except UserError as error:
-            raise UserError(f"{job.name}: {error}; leave it out with --only") from None
+            raise UserError(f"{job.name}: {error}; --only leaves it out") from None
     result = {job.name: "" if job in missing else _before(job) for job in jobs}
     if missing:
         for name, text in result.items():
@@ -106,6 +109,7 @@ def _keep_copy(path: Path, copy: Path, renew: bool):
         kept = copy.rename(copy.with_name(f"campaign-{digest[:8]}.yaml"))
         print(f"{path} has changed; its earlier text is kept as {kept}", file=sys.stderr)
     copy.write_bytes(path.read_bytes())
+    copy.with_name(f"campaign-{sha256(copy)[:8]}.yaml").unlink(missing_ok=True)  # changed back
 
 
 def _before(job: Job) -> str:

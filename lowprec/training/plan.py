@@ -105,7 +105,10 @@ def _read(path: Path) -> dict:
     try:
         spec = load_yaml(path.read_text())
     except OSError:
-        raise UserError(f"there is no campaign file {path}") from None
+        places = path / "campaign.yaml", Path("data/runs", path, "campaign.yaml")
+        found = [place for place in places if place.is_file()]
+        hint = f"; did you mean {found[0]}?" if found else ""
+        raise UserError(f"there is no campaign file {path}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path.name} is not valid YAML: {yaml_fault(error)}") from None
     for key in set(spec if isinstance(spec, dict) else ()) - set(KEYS):
@@ -114,6 +117,11 @@ def _read(path: Path) -> dict:
         raise UserError(f"{path.name} must have a question and at least one arm")
     if not spec.get("predictions"):
         raise UserError(f"{path.name} has no predictions; write them before the runs")
+    told = spec["predictions"]
+    if not isinstance(told, list) or not all(isinstance(text, str) for text in told):
+        raise UserError(
+            f"{path.name}: predictions must be a list of texts; quote a text that has ': ' in it"
+        )
     arms = spec["arms"].values() if isinstance(spec["arms"], dict) else [None]
     if not all(isinstance(settings, dict) for settings in (spec.get("train") or {}, *arms)):
         raise UserError(f"{path.name}: train and each of the arms must be settings, name: value")
