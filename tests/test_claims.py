@@ -445,6 +445,12 @@ def test_a_fork_reads_the_claims_of_no_other(folder, monkeypatch):
     assert claims.check("mine", -0.25, 7, folder=notebooks).verdict == "inconclusive"
     with pytest.raises(UserError, match="no claim 'mien': did you mean 'mine'?"):
         claims.check("mien", -0.25, 8, folder=notebooks)
+    for id, sentence in (
+        ("bais", "a.claims.yml has no claim 'bais', nor has the book"),
+        ("mien", "a.claims.yml has no claim 'mien': did you mean 'mine'"),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            claims.check(id, -0.25, 8, folder=notebooks)
     monkeypatch.delenv("JPY_SESSION_NAME")
     folder(ENTRY, **{"forks/b": [], "forks/broken": [{"id": "other"}]})
     assert claims.check("mine", -0.25, 8, folder=notebooks).verdict == "supported"
@@ -753,6 +759,16 @@ def test_the_command_accepts_a_page_by_its_first_letters(accepted, monkeypatch, 
         pages.main(["--accept", "a_bais"])
 
 
+def test_a_fork_is_told_that_it_has_no_lock(folder):
+    notebooks = folder(ENTRY, **{"forks/w": [{**ENTRY, "id": "w-cost"}]})
+    for name in ("forks/w", "notebooks/forks/w.ipynb", "w"):
+        with pytest.raises(UserError, match=f"'{name}' is a fork, .* move both files to"):
+            claims.page_named(name, notebooks)
+    assert claims.page_named("a_b", notebooks) == "a_bias"
+    with pytest.raises(UserError, match="'forks/x' is no page of the book"):
+        claims.page_named("forks/x", notebooks)
+
+
 @pytest.mark.parametrize("name", ["36", "36_bias", "notebooks/36_bias.ipynb"])
 @pytest.mark.parametrize("command", [["claims", "--accept"], ["pages"]])
 def test_an_old_name_is_answered_with_the_new_one(accepted, monkeypatch, capsys, name, command):
@@ -840,7 +856,33 @@ def test_a_claim_is_not_accepted_before_its_rule_is_committed(history, folder):
         accept(first[:8])
     accept(second[:8])
     assert second.startswith(claims.lock("a_bias", notebooks)["claims"]["bias"]["first_run"])
-    accept(first[:8])  # judged before, which the tests of the repository look at
+
+
+def test_a_claim_that_was_judged_keeps_its_rule(history, folder):
+    root, (*_, commit) = history
+    notebooks = root / "notebooks"
+
+    def accept(value=1, **change):
+        folder({**ENTRY, "rule": "mean error in ulp < 2", "registered": commit[:8], **change})
+        execute(root, claims.check("bias", value, 8, folder=notebooks))
+        (line,) = claims.accept("a_bias", root)
+        assert commit.startswith(claims.lock("a_bias", notebooks)["claims"]["bias"]["first_run"])
+        return line
+
+    accept()
+    before = (notebooks / "a_bias.lock.json").read_text()
+    for change, sentence in (
+        ({"rule": "mean error in ulp < 3"}, "has another rule, < 2, than < 3: name the commit"),
+        ({"needs": 7}, "needs 8, more than 7: name the commit"),
+    ):
+        with pytest.raises(UserError, match=f"claim bias: registered {commit[:8]} {sentence}"):
+            accept(2.5, **change)
+    assert (notebooks / "a_bias.lock.json").read_text() == before
+    git(root, "commit", "-q", "--allow-empty", "-m", "later")
+    assert accept(2.5).endswith("verdict refuted, value 2.5, n 8")
+    accept(1, sentence="It is small.", rule="error in ulp, the mean < 2")
+    (root / ".git").rename(root / "no-git")
+    accept(1.5, rule="mean error in ulp < 3")  # without the history nothing can be held against it
 
 
 def test_a_fork_is_registered_by_a_commit_that_there_is(history, folder):
@@ -859,6 +901,62 @@ def test_a_fork_is_registered_by_a_commit_that_there_is(history, folder):
         claims.compare("forks/a", record, {}, notebooks)
     (root / ".git").rename(root / "no-git")
     claims.compare("forks/a", record, {}, notebooks)
+
+
+def registered(root, file, entry, **others):
+    """The commit that brings a claim, and other files by name."""
+    for name, text in {file: yaml.safe_dump([entry]), **others}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+        git(root, "add", "-f", name)
+    git(root, "commit", "-q", "-m", "a rule")
+    return git(root, "rev-parse", "HEAD")
+
+
+CAMPAIGN = "data/runs/mini/campaign.yaml"
+
+
+@pytest.mark.parametrize("others", [{}, {CAMPAIGN: "predictions: []"}])
+def test_a_rule_keeps_its_quantifier_and_its_units(history, others):
+    root, _ = history
+    entry = {"id": "gap", "sentence": "A gap.", "rule": "min over seeds of gap > 0", "needs": 3}
+    commit = registered(root, "notebooks/a_bias.claims.yml", entry, **others)
+    (root / "notebooks" / "a_bias.ipynb").write_text("runs of `mini`")
+
+    def fault(**change):
+        claim = claims.parse({**entry, "registered": commit, **change}, "a_bias")
+        return registration.fault(claim, commit, root)
+
+    assert fault() is None and fault(needs=4, rule="min over pairs of the gap > 0") is None
+    shown = "has another rule, 'min over seeds of gap > 0', than '{} > 0': name the commit that"
+    for other in ("max over seeds of gap", "count of seeds that gap", "smallest gap"):
+        assert shown.format(other) in fault(rule=f"{other} > 0")
+    assert "has another rule, > 0, than > -1: name" in fault(rule="max over seeds of gap > -1")
+    assert "needs 3, more than 2: name the commit" in fault(needs="2 seeds")
+
+
+@pytest.mark.parametrize(
+    "prose, rule, told",
+    [("gap over the mean, smallest of seeds", "min over seeds of the gap over the mean", True),
+     ("gap over the mean, smallest of seeds", "max over seeds of the gap over the mean", False),
+     ("gap over the mean, smallest of seeds", "mean over seeds of the smaller gap", True),
+     ("smallest gap", "count of seeds that have a gap", False),
+     ("the larger of the two gaps", "median over seeds of the gap", False),
+     ("the mean gap of the seeds", "mean over seeds of the gap", True),
+     ("predicted over measured gap, worst of three", "max over seeds of the gap", True),
+     ("seeds with a gap", "count of seeds that have a gap", True)],
+)  # fmt: skip
+def test_a_rule_has_the_quantifier_that_its_first_prose_said(history, prose, rule, told):
+    root, _ = history
+    old = {"id": "gap", "metric": prose, "operator": ">", "threshold": 0.5, "n": "3 seeds"}
+    commit = registered(root, "book/claims.yml", old)
+    new = {"id": "gap", "sentence": "A gap.", "rule": f"{rule} > 0.5", "registered": commit}
+    for needs in (2, 3):
+        claim = claims.parse({**new, "needs": needs}, "a_bias")
+        fault = registration.fault(claim, commit, root)
+        assert (fault is None) == (told and needs == 3)
+        assert (fault or "registered").startswith("registered")
+        assert told or f"another rule, '{prose} > 0.5', than '{rule} > 0.5': name" in fault
 
 
 def test_every_rule_is_older_than_its_first_verdict():

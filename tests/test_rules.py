@@ -21,6 +21,8 @@ PARTS = {
     "p of the log-rank test < 5e-2": ("", "", "<", (0.05,)),
     "mean error in ulp < -.5": ("", "", "<", (-0.5,)),
     "share of equal elements >= 0.99": ("", "", ">=", (0.99,)),
+    "share of runs with a rise, less that of others > 0.2": ("", "", ">", (0.2,)),
+    "Σε over that of O, mean of heads < 0.5": ("", "", "<", (0.5,)),
 }  # fmt: skip
 
 
@@ -42,6 +44,17 @@ def test_a_rule_without_a_comparison_is_refused(text):
 def test_a_range_whose_ends_are_swapped_is_refused():
     with pytest.raises(UserError, match="between 0.6 and 0.4: swap them"):
         rules.parse("share of heads whose sum is positive in [0.6, 0.4]")
+
+
+@pytest.mark.parametrize(
+    "start, rest",
+    [("variance over", "of"), ("maximum over", "of"), ("the max over", "of"), ("Min over", "of"),
+     ("count over", "of"), ("number of", "in which"), ("fraction of", "that")],
+)  # fmt: skip
+def test_a_quantifier_that_there_is_not_is_refused(start, rest):
+    sentence = f"begins with {start!r}, which is no quantifier: begin it with max, min, median"
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        rules.parse(f"{start} seeds {rest} the loss explodes > 0")
 
 
 NUMBERS = {"a": 1.0, "b": 4.0, "c": 2.0}

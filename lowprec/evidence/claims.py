@@ -108,10 +108,14 @@ def _named(id: str, registry: dict[str, Claim], folder: Path | None) -> Claim:
     if id in registry:
         refuse_rule_of_fork(registry[id], folder)
     else:
-        registry = registry | of_forks(id, folder)
+        registry = registry | (mine := of_forks(id, folder))
     if id not in registry:
         if (own := of_running(folder)) and not own.is_file():
             raise UserError(f"there is no claim {id!r}: {own.name} is missing beside the notebook")
+        if own and own.is_relative_to(Path(folder or pages_folder()).resolve() / "forks"):
+            close = difflib.get_close_matches(id, mine, n=1)
+            hint = f": did you mean {close[0]!r}?" if close else ", nor has the book"
+            raise UserError(f"{own.name} has no claim {id!r}{hint}")
         close = difflib.get_close_matches(id, registry, n=1)
         hint = f": did you mean {close[0]!r}?" if close else " beside a notebook"
         raise UserError(f"there is no claim {id!r}{hint}")
@@ -362,8 +366,8 @@ def accept(page: str, root: Path) -> list[str]:
     """Write the lock of a page of the repository at `root` from its executed page, the one that
     `compare` refused if there is one; returns what changed, a line a claim or fact.
 
-    Raises `UserError` for a page that was not executed, and for a claim that is judged for the
-    first time by a rule that is younger than its `registered` says.
+    Raises `UserError` for a page that was not executed, and for a claim whose rule is younger than
+    its `registered` says, when first judged or ever after.
     """
     folder, executed = root / "notebooks", root / "book" / "executed" / f"{page}.ipynb"
     changed = root / "build" / "changed" / f"{page}.ipynb"
@@ -391,20 +395,20 @@ def accept(page: str, root: Path) -> list[str]:
 
 def _first_run(claim: Claim, result: Result, then: dict, root: Path) -> dict:
     """{"first_run": the commit at which a claim was first judged}; {} before, or without git."""
-    if "first_run" in then:
-        return {"first_run": then["first_run"]}
-    if result.verdict == "not run" or (head := _first_judged(claim, root)) is None:
+    first = then.get("first_run")
+    if first is None and result.verdict == "not run":
         return {}
-    return {"first_run": head}
+    first = _first_judged(claim, root, first)
+    return {"first_run": first} if first else {}
 
 
-def _first_judged(claim: Claim, root: Path) -> str | None:
-    """The commit at which a claim is judged now, None without git; raises `UserError` if its rule
-    is younger than its `registered` says."""
+def _first_judged(claim: Claim, root: Path, first: str | None = None) -> str | None:
+    """The commit at which a claim was first judged, the one that is checked out if it never was,
+    None without git; raises `UserError` if its rule is younger than its `registered` says."""
     head = registration.head(root)
-    if head and (fault := registration.fault(claim, head, root)):
+    if head and (fault := registration.fault(claim, first or head, root)):
         raise UserError(f"claim {claim.id}: {fault}")
-    return head
+    return first or head
 
 
 def _changes(then: dict, now: dict) -> list[str]:
@@ -426,6 +430,12 @@ def page_named(text: str, folder: Path) -> str:
     names = pages(folder)
     found = pages_named(text, names)
     if len(found) != 1:
+        name = text.removeprefix("notebooks/").removeprefix("forks/").removesuffix(".ipynb")
+        if not found and (folder / "forks" / f"{name}.ipynb").is_file():
+            raise UserError(
+                f"{text!r} is a fork, which has no lock: its verdict is in its page; to keep it, "
+                "move both files to notebooks/, see book/fork.md"
+            )
         some = found or renamed(text, folder.parent)
         some = some or difflib.get_close_matches(text, names, n=3, cutoff=0.3)
         hint = f": did you mean {' or '.join(some)}?" if some else ""

@@ -1,11 +1,12 @@
 """Whether a rule is as old as it says: `registered` held against the history of the repository.
 
 A claim names the commit that first had its rule, and its lock the one at which it was first judged.
-The rule must come first, and the named commit must have it, its comparison and limits: in the
-page's claims file or, before there was one a page, in book/claims.yml; or the commit must have
-changed a `campaign.yaml`, whose predictions are the rules of the runs that it asks for, or a study
-that says "the rule of the prediction" and had no table in data/studies yet. The page must name that
-study, and it or one of its studies that campaign.
+The rule must come first, and the named commit must have it, its quantifier, comparison and limits,
+and need no more units: in the page's claims file or, before there was one a page, in
+book/claims.yml; or the commit must have left the claim as it was and changed a `campaign.yaml`,
+whose predictions are the rules of the runs that it asks for, or a study that says "the rule of the
+prediction" and had no table in data/studies yet. The page must name that study, and it or one of
+its studies that campaign.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from __future__ import annotations
 import functools
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from lowprec import UserError
 from lowprec.evidence import rules
+
+_SAID = {
+    "max": r"\b(max|largest|larger)\b", "min": r"\b(min|smallest|smaller)\b",
+    "median": r"\bmedians?\b", "mean": r"\bmeans?\b",
+}  # fmt: skip
+"""How a metric of book/claims.yml, which was prose, said a quantifier."""
 
 
 def _git(root: Path, *args: str) -> str | None:
@@ -50,16 +58,39 @@ def fault(claim, first_run: str, root: Path) -> str | None:
     if not _is_before(root, commit, first_run):
         return f"registered {commit} is not before {first_run}, which first judged it: {mend}"
     then = _rules_at(root, commit).get(claim.id)
-    now = claim.parsed.comparison, claim.parsed.limits
-    if then == now or _announced(root, commit, claim.page):
+    if then and (other := _change(*then, claim)) is None:
+        return None
+    as_before = then == _rules_at(root, f"{commit}^").get(claim.id)
+    if as_before and _announced(root, commit, claim.page):
         return None
     if then is None:
         return (
             f"registered {commit} does not have it, nor predictions of a campaign or study that "
             f"its page reads: {mend}"
         )
-    was, now = (f"{how} {' to '.join(f'{x:g}' for x in ends)}" for how, ends in (then, now))
-    return f"registered {commit} has another rule, {was}, than {now}: {mend}"
+    return f"registered {commit} {other}: {mend}"
+
+
+def _change(was: rules.Rule, is_prose: bool, needs: int, claim) -> str | None:
+    """What a commit has otherwise than a claim, as the sentence goes on; None if all is the same,
+    or the claim needs more."""
+    now = claim.parsed
+    as_said = _says(was.metric, now) if is_prose else was.quantifier == now.quantifier
+    if (was.comparison, was.limits) != (now.comparison, now.limits):
+        shown = [f"{rule.comparison} {' to '.join(f'{x:g}' for x in rule.limits)}"
+                 for rule in (was, now)]  # fmt: skip
+    elif not as_said:
+        shown = [repr(str(rule)) for rule in (was, now)]
+    else:
+        return f"needs {needs:,}, more than {claim.needs:,}" if claim.needs < needs else None
+    return "has another rule, {}, than {}".format(*shown)
+
+
+def _says(prose: str, now: rules.Rule) -> bool:
+    """Whether a rule has the quantifiers that a metric in prose says, if it says any."""
+    said, has = ({name for name, words in _SAID.items() if re.search(words, text)}
+                 for text in (prose, now.metric))  # fmt: skip
+    return said <= has and (not said or now.quantifier not in _SAID.keys() - said)
 
 
 @functools.cache
@@ -110,7 +141,7 @@ def _predicts(root: Path, commit: str, name: str) -> bool:
 
 @functools.cache
 def _rules_at(root: Path, commit: str) -> dict[str, tuple]:
-    """(comparison, limits) of each claim of a commit, by id."""
+    """(rule, whether its metric was prose, needs) of each claim of a commit, by id."""
     listed = _git(root, "ls-tree", "-r", commit, "book/claims.yml", "notebooks") or ""
     found = {}
     for line in listed.splitlines():  # mode, type, hash, a tab, name
@@ -127,16 +158,17 @@ def _rules_of(root: Path, blob: str) -> dict[str, tuple]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         entries = yaml.load(_git(root, "cat-file", "blob", blob) or "", loader) or []
-        return {entry["id"]: _comparison(entry) for entry in entries}
+        return {entry["id"]: _rule(entry) for entry in entries}
     except (yaml.YAMLError, AttributeError, KeyError, TypeError):  # a fork's that was broken then
         return {}
 
 
-def _comparison(entry: dict) -> tuple | None:
-    if "rule" not in entry:  # as book/claims.yml had it
-        return entry.get("operator"), (entry.get("threshold"),)
+def _rule(entry: dict) -> tuple[rules.Rule, bool, int] | None:
+    is_prose = "rule" not in entry  # as book/claims.yml had it
+    text = f"it {entry.get('operator')} {entry.get('threshold')}" if is_prose else entry["rule"]
     try:
-        rule = rules.parse(entry["rule"])
-    except UserError:
+        rule = rules.parse(text)
+        needs = int(str(entry.get("needs", entry.get("n", 1))).split()[0])
+    except (UserError, ValueError, IndexError):
         return None
-    return rule.comparison, rule.limits
+    return replace(rule, metric=str(entry.get("metric", rule.metric))), is_prose, needs

@@ -6,7 +6,8 @@
     p of the log-rank test of the times to explosion < 0.05
 
 The first three take a number, or true or false, for each unit, and make one number of them. The
-last has no quantifier: it takes the number itself.
+last has no quantifier: it takes the number itself. "share of runs with a rise, less that of others"
+has none either.
 """
 
 from __future__ import annotations
@@ -36,15 +37,20 @@ QUANTIFIERS = {
     "count": sum, "share": statistics.fmean,
 }  # fmt: skip
 COUNTED = ("count", "share")
+_KNOWN = "max, min, median, mean or sum `over UNIT of ...`, or count or share `of UNIT that ...`"
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _ENDS = (
     re.compile(rf"(?P<left>.*\S)\s+(?P<comparison>==|!=|<=|>=|<|>)\s*(?P<low>{_NUMBER})"),
     re.compile(rf"(?P<left>.*\S)\s+(?P<comparison>in)\s*\[(?P<low>{_NUMBER}),\s*(?P<high>{_NUMBER})\]"),
 )  # fmt: skip
+_RELATIVE = "(?<! less)(?<! over) (?:that|whose|in which)"
 _STARTS = (
     re.compile(r"(?P<quantifier>max|min|median|mean|sum) over (?P<unit>.+?) of .+"),
-    re.compile(r"(?P<quantifier>count|share) of (?P<unit>.+?) (?:that|whose|in which) .+"),
+    re.compile(rf"(?P<quantifier>count|share) of (?P<unit>.+?){_RELATIVE} .+"),
+)
+_LIKE_A_START = re.compile(
+    rf"(?:the )?(?:\w+ over(?! that | those )(?=.+? of )|(?:number|fraction) of(?=.+?{_RELATIVE} ))"
 )
 
 
@@ -105,7 +111,7 @@ class Rule:
         if not self.quantifier:
             raise UserError(
                 f"its rule takes one number and was given {len(by)}: begin it with a quantifier, "
-                "as in `max over UNIT of ...`"
+                f"{_KNOWN}"
             )
         values = [self._checked(unit, value) for unit, value in by.items()]
         return QUANTIFIERS[self.quantifier](values) if values else None
@@ -126,7 +132,8 @@ class Rule:
 
 @functools.cache
 def parse(text: str) -> Rule:
-    """A rule from its line; raises `UserError` with the grammar for one that has no comparison."""
+    """A rule from its line; raises `UserError` with the grammar for one that has no comparison, and
+    for one that begins as with a quantifier that there is not."""
     found = next(filter(None, (end.fullmatch(text.strip()) for end in _ENDS)), None)
     if found is None:
         raise UserError(
@@ -142,5 +149,9 @@ def parse(text: str) -> Rule:
             f"rule {text!r} asks for a number between {ends[0]} and {ends[1]}: swap them"
         )
     start = next(filter(None, (start.fullmatch(found["left"]) for start in _STARTS)), None)
+    if start is None and (like := _LIKE_A_START.match(found["left"])):
+        raise UserError(
+            f"rule {text!r} begins with {like[0]!r}, which is no quantifier: begin it with {_KNOWN}"
+        )
     quantifier, unit = (start["quantifier"], start["unit"]) if start else ("", "")
     return Rule(found["left"], quantifier, unit, found["comparison"], tuple(ends))
