@@ -254,7 +254,8 @@ def nearest(campaign, folder: Path) -> str:
     """What to say where a campaign was not found."""
     known = [path.name for path in (data_root() / "runs").glob("*") if path != folder]
     close = difflib.get_close_matches(str(campaign), known, n=1, cutoff=0.75)
-    return f"did you mean {close[0]}?" if close else "give a campaign's name or folder"
+    asked = "give a campaign's name, or the whole path of its folder"
+    return f"did you mean {close[0]}?" if close else asked
 
 
 def require_arms(campaign, arms, there) -> None:
