@@ -135,7 +135,7 @@ def _leave_out(app, error) -> None:
     site = Path(app.outdir)
     static = site / "_static"
     mathjax = (static / app.config.mathjax_path).parent
-    needed = {mathjax / "output" / "chtml" / "fonts", mathjax / "input" / "tex" / "extensions"}
+    needed = {mathjax / part for part in ("output/chtml/fonts/woff-v2", "input/tex/extensions")}
     for file in mathjax.rglob("*.*"):
         if file.is_file() and file.name != Path(app.config.mathjax_path).name:
             if not needed & set(file.parents) or file.name == "all-packages.js":

@@ -375,7 +375,7 @@ def offered(text: str) -> str:
         nb["metadata"].get("lowprec", {}).pop(listed, None)
     for cell in (cell for cell in nb["cells"] if "outputs" in cell):
         cell["outputs"] = [shown for output in cell["outputs"] for shown in _as_picture(output)]
-    return json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    return json.dumps(nb, separators=(",", ":"), ensure_ascii=False, sort_keys=True) + "\n"
 
 
 def _as_picture(output: dict) -> list[dict]:
