@@ -733,6 +733,106 @@ def test_several_calls_may_read_one_projection(anew):
             assert table.gradient.to_numpy() == pytest.approx(torch.cat(grads).numpy(), rel=0.02)
 
 
+class Pieces(nn.Module):
+    """Its queries are put together from several calls of a map or of a function."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.maps = kind, nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.wide, self.small = nn.Parameter(torch.randn(64, 32) / 6), nn.Linear(16, 16)
+
+    @property
+    def made_of(self):
+        if self.kind == "heads":
+            return self.small.weight
+        return self.wide if self.kind == "view" else self.maps[0].weight
+
+    def forward(self, x):
+        if self.kind == "again":
+            return checkpoint(self.attend, x, use_reentrant=False)
+        return self.attend(x)
+
+    def attend(self, x):
+        project, axis = self.maps[0], 0 if self.kind == "sequences" else 1
+        if self.kind == "function":
+            project = lambda y: F.linear(y, self.made_of)
+        elif self.kind == "view":
+            project = lambda y: F.linear(y, self.wide[:32])
+        if self.kind == "heads":
+            q = torch.cat([self.small(part) for part in x.chunk(2, 2)], 2)
+        else:
+            q = torch.cat([project(part) for part in x.chunk(3, axis)], axis)
+        k, v = (m(x) for m in self.maps[1:])
+        k = k if self.kind != "keys as well" else self.maps[0](x.detach()).detach()
+        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in (q, k, v))
+        self.q = q
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["tokens", "sequences", "again", "function", "view", "heads", "keys as well"],
+)
+def test_a_map_that_is_called_in_pieces_has_one_gradient(kind):
+    torch.manual_seed(0)
+    model, x, w = Pieces(kind), torch.randn(4, 24, 32), torch.randn(4, 2, 24, 16)
+    with Monitor(model, every=1, sequences=4) as monitor:
+        for _ in range(2):  # the second with what was found in the first
+            model.zero_grad()
+            (model(x) * w).sum().backward()
+            table = monitor.step()
+    wanted = model.made_of.grad[:32].view(2, -1).norm(dim=1)
+    if kind == "heads":  # which share the weights
+        dq = torch.autograd.grad((model(x) * w).sum(), model.q)[0]
+        parts = x.unflatten(-1, (2, 16))
+        wanted = torch.einsum("bhtd,bthc->hdc", dq, parts).flatten(1).norm(dim=1)
+    assert set(table["of"]) == {"W_Q"}
+    assert table.gradient.to_numpy() == pytest.approx(wanted.numpy(), rel=0.02)
+
+
+def test_several_calls_may_have_the_same_queries():
+    """As where each has its own keys, whose maps are called between."""
+
+    class Thrice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.kv = nn.Linear(32, 32), nn.ModuleList(nn.Linear(32, 64) for _ in "abc")
+
+        def forward(self, x):
+            q, out = self.q(x), 0
+            for kv in self.kv:
+                parts = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in (q, *kv(x).chunk(2, -1)))
+                out = out + F.scaled_dot_product_attention(*parts, is_causal=True)
+            return out.transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Thrice(), Thrice()), torch.randn(1, 24, 32)
+    with Monitor(model, every=1) as monitor:
+        for _ in range(2):  # the second with what was found in the first
+            model.zero_grad()
+            model(x).square().sum().backward()
+            table = monitor.step()
+    assert set(table["of"]) == {"W_Q"} and len(table) == 12
+    names = [f"{i}{call}" for i in range(2) for call in ("", "/call_1", "/call_2")]
+    assert table.module.unique().tolist() == names
+    own = table[table.layer >= 3].gradient.to_numpy().reshape(3, 2)
+    for i, kv in enumerate(model[1].kv):  # the gradient of each call alone
+        model.zero_grad()
+        y = model[0](x)
+        for j, other in enumerate(model[1].kv):
+            other.requires_grad_(i == j)
+        q = model[1].q(y)
+        outs = []
+        for other in model[1].kv:
+            mine = q if other is kv else q.detach()
+            parts = (t.unflatten(-1, (2, 16)).transpose(1, 2)
+                     for t in (mine, *other(y).chunk(2, -1)))  # fmt: skip
+            outs.append(F.scaled_dot_product_attention(*parts, is_causal=True))
+        sum(outs).transpose(1, 2).flatten(2).square().sum().backward()
+        wanted = model[1].q.weight.grad.view(2, -1).norm(dim=1)
+        assert own[i] == pytest.approx(wanted.numpy(), rel=0.02)
+
+
 def test_heads_of_a_layer_may_have_several_policies():
     plain, split = (tiny(policy="FA2", layers=x) for x in ({}, {"1/1": "ALL_FP32+o=bf16"}))
     tables = [watched(model, lambda m=model: gpt_loss(m, 0)) for model in (plain, split)]
@@ -909,7 +1009,7 @@ def test_a_mask_of_heads_is_one_for_each(mask, expected):
     for how, length in ((dict(mask=mask), 512), ({}, expected)):
         torch.manual_seed(0)
         model = Plain(**how)
-        loss = lambda model=model: model(x).square().sum()  # noqa: E731
+        loss = lambda model=model: model(x).square().sum()
         tables.append(watched(model, loss, length=length))
     assert tables[0].logit.to_numpy() == pytest.approx(tables[1].logit.to_numpy())
 

@@ -6,6 +6,7 @@ layer put out, so that rotary positions, norms of q and fused projections need n
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -89,30 +90,35 @@ class Linears:
             self.last = (None, []) if module is self.last[0] else self.last
         floats = inputs and torch.is_tensor(output) and inputs[0].is_floating_point()
         if floats and _is_linear(module):
-            self.passed[module] = inputs[0].detach(), _edge(output)
+            self.passed.setdefault(module, []).append((inputs[0].detach(), _edge(output)))
 
     def heard(self, x, weight, y):
         """A call of `torch.nn.functional.linear`: of no module's forward that is that map."""
         if self.here != here() or not self.inside or _is_linear(self.inside[-1]):
             return
         if x.is_floating_point():
-            way = Bare(weight), x.detach(), _edge(y)
-            self.bare.setdefault(self.inside[-1], []).append(way)
+            ways = self.bare.setdefault(self.inside[-1], [])
+            known = (m for m, *_ in ways if _same(m.weight, weight))
+            ways.append((next(known, None) or Bare(weight), x.detach(), _edge(y)))
 
     def name(self) -> str:
         """Of the innermost module that is under way; "" where that is the model itself."""
         return next((self.names.get(module, "") for module in reversed(self.inside)), "")
 
     def before(self, q) -> Queries:
-        """The way from q back, to the maps of the innermost module that has called any, or to those
-        of the last call of attention, if that module has called none since."""
+        """The way from q back, to the maps of the innermost module that has called any since the
+        last call of attention, or to those that were that call's."""
         around = [
-            (module, [(m, *self.passed[m]) for m in module.modules() if m in self.passed]
+            (module, [(m, *way) for m in module.modules() for way in self.passed.get(m, ())]
              + [way for m in module.modules() for way in self.bare.get(m, ())])
             for module in reversed(self.inside)
         ]  # fmt: skip
-        around = [(module, maps) for module, maps in around if maps] or [self.last]
-        self.passed, self.bare, self.last = {}, {}, around[0]
+        around = [(module, maps) for module, maps in around if maps]
+        before, self.last = self.last, around[0] if around else self.last
+        if around and before[0] is self.last[0]:
+            self.last = before[0], self.last[1] + before[1]
+        around.append(before)
+        self.passed, self.bare = {}, {}
         self.attended.update(self.inside)
         return Queries(q, [maps for _, maps in around if maps])
 
@@ -127,6 +133,12 @@ class Bare:
 
     def __init__(self, weight):
         self.weight = weight
+
+
+def _same(a, b) -> bool:
+    """Whether they are one tensor, or the same view of one."""
+    views = a._base is not None and a._base is b._base
+    return a is b or views and a.is_set_to(b)
 
 
 def _is_linear(module) -> bool:
@@ -166,17 +178,34 @@ class Queries:
         together = torch.zeros(self.q.shape[1], dtype=torch.float64, device=dq.device)
         each = together.new_zeros(len(dq), len(together))
         for some, heads in self._parts(dq):
-            back = zip(self.maps, self._back(some), heads, strict=True)
-            for i, (way, g, (own, head)) in enumerate(back):
-                whole, g, x = 0.0, g.flatten(0, -2), way[1].flatten(0, -2)
-                # of one sequence are all rows that its gradient reaches
-                owned = self.owners[i] if self.owners else [g.any(1).nonzero()[:, 0]]
-                for mine, norms in zip(owned, each, strict=True):
-                    made = g[mine][:, own].double().mT @ x[mine].double()
+            back = [g.flatten(0, -2) for g in self._back(some)]
+            # of one sequence are all rows that its gradient reaches
+            owned = self.owners or [[g.any(1).nonzero()[:, 0]] for g in back]
+            for calls in self._calls(heads):
+                whole, (own, head) = 0.0, heads[calls[0]]
+                for b, norms in enumerate(each):
+                    made = functools.reduce(torch.add, (
+                        back[i][owned[i][b]][:, own].double().mT
+                        @ self.maps[i][1].flatten(0, -2)[owned[i][b]].double()
+                        for i in calls
+                    ))  # fmt: skip
                     norms.index_add_(0, head, made.square().sum(1))
                     whole = whole + made
                 together.index_add_(0, head, whole.square().sum(1))
         return together.sqrt(), each.sqrt()
+
+    def _calls(self, heads) -> list[list[int]]:
+        """The maps by number, together those that are calls of one map for the same heads, as its
+        gradient is the sum of theirs."""
+        found = []
+        for i, (m, *_) in enumerate(self.maps):
+            for calls in found:
+                if self.maps[calls[0]][0] is m and _alike(heads[calls[0]], heads[i]):
+                    calls.append(i)
+                    break
+            else:
+                found.append([i])
+        return found
 
     def _find_owners(self, dq):
         """Of each map the rows of each sequence of dQ, wherever they lie, found as heads are."""
@@ -213,21 +242,22 @@ class Queries:
         """Which maps made q, and what `_columns` says of each."""
         self.maps = []
         for maps in self.around if self.q.requires_grad else []:
-            if all(m in self.known for m, *_ in maps):
+            once = len({m for m, *_ in maps}) == len(maps)  # else they may be of other heads
+            if once and all(m in self.known for m, *_ in maps):
                 self.maps = [way for way in maps if self.known[way[0]] is not None]
                 self.heads = [self.known[m] for m, *_ in self.maps]
             else:
-                self._mark(maps)
+                self._mark(maps, self.known if once else {})
             if self.maps:
                 return
 
-    def _mark(self, maps):
+    def _mark(self, maps, known):
         """Find them by gradients that are not zero: heads are numbered from 1, in binary."""
         n, d = self.q.shape[1], self.q.shape[3]
         direct = _direct(self.q, maps)
         direct = [way for way in direct if way[0].weight.requires_grad] or direct
         kept = [m for m, *_ in direct]
-        self.known.update({m: None for m, *_ in maps if m not in kept})
+        known.update({m: None for m, *_ in maps if m not in kept})
         if not direct:
             return
         marks = torch.arange(1, d + 1, device=self.q.device).sin().expand(self.q.shape)
@@ -246,8 +276,8 @@ class Queries:
                     return  # an output is of several heads
                 code += on.long() << bit
         self.heads = [_columns(code - 1) for code in codes]
-        self.known.update(dict.fromkeys([m for m, *_ in maps]))
-        self.known.update({m: head for (m, *_), head in zip(self.maps, self.heads, strict=True)})
+        known.update(dict.fromkeys([m for m, *_ in maps]))
+        known.update({m: head for (m, *_), head in zip(self.maps, self.heads, strict=True)})
 
     def _back(self, dq, allow_unused=False):
         """The gradient of the output of each map, as the map put it out."""
@@ -268,6 +298,14 @@ def _columns(head):
     """Which outputs of a map are of a head, and of which. head: of each output, -1 for none."""
     own = (head >= 0).nonzero()[:, 0]
     return (slice(None), head) if len(own) == len(head) else (own, head[own])
+
+
+def _alike(one, other) -> bool:
+    """Whether two maps have the same columns."""
+    return all(
+        type(a) is type(b) and (torch.equal(a, b) if torch.is_tensor(a) else a == b)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _edge(y):
