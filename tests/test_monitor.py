@@ -747,21 +747,19 @@ class Pieces(nn.Module):
             return self.small.weight
         return self.wide if self.kind == "view" else self.maps[0].weight
 
+    def project(self, x):
+        if self.kind in ("function", "view"):
+            return F.linear(x, self.wide[:32] if self.kind == "view" else self.made_of)
+        return self.small(x) if self.kind == "heads" else self.maps[0](x)
+
     def forward(self, x):
         if self.kind == "again":
             return checkpoint(self.attend, x, use_reentrant=False)
         return self.attend(x)
 
     def attend(self, x):
-        project, axis = self.maps[0], 0 if self.kind == "sequences" else 1
-        if self.kind == "function":
-            project = lambda y: F.linear(y, self.made_of)
-        elif self.kind == "view":
-            project = lambda y: F.linear(y, self.wide[:32])
-        if self.kind == "heads":
-            q = torch.cat([self.small(part) for part in x.chunk(2, 2)], 2)
-        else:
-            q = torch.cat([project(part) for part in x.chunk(3, axis)], axis)
+        axis = dict(sequences=0, heads=2).get(self.kind, 1)
+        q = torch.cat([self.project(part) for part in x.chunk(2, axis)], axis)
         k, v = (m(x) for m in self.maps[1:])
         k = k if self.kind != "keys as well" else self.maps[0](x.detach()).detach()
         q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in (q, k, v))
@@ -770,8 +768,7 @@ class Pieces(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["tokens", "sequences", "again", "function", "view", "heads", "keys as well"],
+    "kind", ["tokens", "sequences", "again", "function", "view", "heads", "keys as well"]
 )
 def test_a_map_that_is_called_in_pieces_has_one_gradient(kind):
     torch.manual_seed(0)
@@ -1009,7 +1006,7 @@ def test_a_mask_of_heads_is_one_for_each(mask, expected):
     for how, length in ((dict(mask=mask), 512), ({}, expected)):
         torch.manual_seed(0)
         model = Plain(**how)
-        loss = lambda model=model: model(x).square().sum()
+        loss = lambda model=model: model(x).square().sum()  # noqa: E731
         tables.append(watched(model, loss, length=length))
     assert tables[0].logit.to_numpy() == pytest.approx(tables[1].logit.to_numpy())
 
@@ -1254,6 +1251,29 @@ def test_a_first_batch_of_one_token_a_sequence_ends_no_training(hub):
             of_hub(model, tokens(length=length))().backward()
             table = monitor.step()
             assert (table is None) == (length == 1)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "lowprec"])
+def test_a_sequence_of_one_token_is_passed_over(hub, implementation):
+    huggingface.register(policy="FA2")
+    model, ids = llama(hub, implementation), tokens(4, 40)
+    mask = torch.ones_like(ids)
+    mask[1, 1:] = 0
+    table = watched(model, of_hub(model, ids, attention_mask=mask), sequences=4)
+    alone = watched(model, of_hub(model, ids[[0, 2, 3]]), sequences=3)
+    for name, times in dict(logit=1, share=1, gradient=4 / 3).items():  # the loss is a mean
+        assert times * table[name].to_numpy() == pytest.approx(alone[name].to_numpy(), rel=0.01)
+
+
+def test_a_layer_without_a_gradient_is_said():
+    model, x = nn.Sequential(Plain(), Plain()), torch.randn(1, 24, 32)
+    model[0].requires_grad_(False)
+    with Monitor(model, every=1) as monitor:
+        model(x).square().sum().backward()
+        assert set(monitor.step().layer) == {1}
+    assert monitor.left_out == {
+        0: "it has no gradient: its layer is frozen, or checkpointed with use_reentrant"
+    }
 
 
 def test_one_token_of_many_sequences_has_no_mean_score():

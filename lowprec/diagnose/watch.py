@@ -43,7 +43,7 @@ USUAL = {torch.float16: FA2.replace(**dict.fromkeys(("p", "o", "p_bwd", "ds"), "
 
 FAILED = "the forward ended before its output"
 SEVERAL = "several backward passes came through it"
-NO_GRADIENT = "it has no gradient (under checkpointing take use_reentrant=False)"
+NO_GRADIENT = "it has no gradient: its layer is frozen, or checkpointed with use_reentrant"
 
 STEPS: list[Watch] = []
 """Those whose step is under way: in it nothing runs compiled."""
@@ -233,15 +233,16 @@ def _calls_itself(model) -> bool:
 
 
 def _begun(mask, keys, count: int) -> list[int]:
-    """The sequences whose first token is seen, as others are padded on the left; all where that is
-    the same for all."""
-    first = None
+    """The sequences whose first two tokens are seen, as others are padded on the left or have one;
+    all where that is the same for all."""
+    seen = None
     if keys is not None:
-        first = keys[:, 0] == 0
+        seen = (keys[:, 0] == 0) & (keys[:, 1] > 1)
     elif torch.is_tensor(mask):
-        first = mask[:, 0] if mask.dim() == 2 else mask[(slice(None), *(0,) * (mask.dim() - 1))]
-        first = first > NOTHING if first.is_floating_point() else first.bool()
-    rows = [] if first is None or len(first) != count else first.nonzero().flatten().tolist()
+        i, j = (min(n, 2) - 1 for n in mask.shape[-2:])
+        seen = mask[:, : j + 1] if mask.dim() == 2 else mask[..., i, : j + 1].flatten(1)
+        seen = (seen > NOTHING if seen.is_floating_point() else seen.bool()).all(1)
+    rows = [] if seen is None or len(seen) != count else seen.nonzero().flatten().tolist()
     return rows or list(range(count))
 
 
