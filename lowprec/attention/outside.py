@@ -85,10 +85,11 @@ def _without(dq, taken):
 
 
 def centred(k, tokens=-2):
-    """Keys less the mean of all keys of their head and sequence, FP32 inside, in the dtype of k.
+    """Keys less the mean of all keys of their head and sequence, in k's dtype, FP32 or more inside.
 
     The softmax is the same, since q times the mean is common to a row; so a model trained with it
     needs it no longer when it generates, and no cache of keys is touched. The gradient goes through
     the mean: it takes out of dK its mean over the keys, zero in exact arithmetic. k: (..., S, D).
     """
-    return (k.float() - k.float().mean(tokens, keepdim=True)).to(k.dtype)
+    wide = k.to(torch.promote_types(k.dtype, torch.float32))
+    return (wide - wide.mean(tokens, keepdim=True)).to(k.dtype)
