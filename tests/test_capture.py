@@ -247,7 +247,7 @@ def test_damage_and_foreign_files(tmp_path):
     with pytest.raises(UserError, match="not a capture of the format"):
         Capture.load(broken)
     broken.write_text("a text\n" * 50)
-    with pytest.raises(UserError, match="damaged or no capture"):
+    with pytest.raises(UserError, match="damaged or no capture .*: restore it, if a training"):
         Capture.load(broken)
     with pytest.raises(UserError, match="no capture .*; that folder has [^.]*broken(,|$)"):
         Capture.load(tmp_path / "nothing.xz")

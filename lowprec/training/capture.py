@@ -273,7 +273,10 @@ class Capture:
             end = 8 + int.from_bytes(content[:8], "little")
             header = json.loads(content[8:end]).get("__metadata__") or {}
         except (lzma.LZMAError, SafetensorError, OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged or no capture ({error}); restore it") from None
+            raise UserError(
+                f"{path} is damaged or no capture ({error}): restore it, if a training of this "
+                "package wrote it"
+            ) from None
         if header.get("format") != FORMAT:
             other = "of a model give the folder that save_pretrained of transformers makes"
             if {"q", "k", "v"} <= tensors.keys():
