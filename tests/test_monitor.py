@@ -830,6 +830,27 @@ def test_several_calls_may_have_the_same_queries():
         assert own[i] == pytest.approx(wanted.numpy(), rel=0.02)
 
 
+def test_queries_of_what_attention_put_out_are_not_of_its_maps():
+    """As of a convolution behind it, which is no linear map."""
+
+    class Behind(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.kv = Plain(), nn.Linear(32, 64)
+            self.q = nn.Conv1d(32, 32, 1)
+
+        def forward(self, x):
+            parts = self.first.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3)
+            o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in parts), is_causal=True)
+            made = self.q(o.mT.flatten(1, 2)).mT, *self.kv(x).chunk(2, -1)
+            parts = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in made)
+            return F.scaled_dot_product_attention(*parts, is_causal=True)
+
+    model, x = Behind(), torch.randn(1, 24, 32)
+    table = watched(model, lambda: model(x).square().sum())
+    assert table["of"].tolist() == ["W_Q", "W_Q", "dQ", "dQ"]
+
+
 def test_heads_of_a_layer_may_have_several_policies():
     plain, split = (tiny(policy="FA2", layers=x) for x in ({}, {"1/1": "ALL_FP32+o=bf16"}))
     tables = [watched(model, lambda m=model: gpt_loss(m, 0)) for model in (plain, split)]

@@ -53,6 +53,7 @@ class Linears:
         self.inside, self.passed, self.last, self.attended = [], {}, (None, []), set()
         self.names = {}  # of the modules
         self.bare = {}  # of a module, of what has passed the maps that it has as functions
+        self.outs = set()  # of the calls of attention
 
     def __enter__(self):
         self.hooks, self.inside, self.here = [], [self.model], here()
@@ -120,7 +121,13 @@ class Linears:
         around.append(before)
         self.passed, self.bare = {}, {}
         self.attended.update(self.inside)
-        return Queries(q, [maps for _, maps in around if maps])
+        return Queries(q, [maps for _, maps in around if maps], frozenset(self.outs))
+
+    def after(self, o):
+        """The output of that call: no later one's queries are traced through it."""
+        if o.requires_grad:
+            y = get_gradient_edge(o)
+            self.outs.add((y.node, y.output_nr))
 
 
 def here() -> tuple[int, int]:
@@ -158,11 +165,12 @@ class Queries:
     around: (map, x, y) of the linear maps that may have made q, those of the innermost module
     first; y is where its output is in the graph, or None. The graph from q back to them must be
     there when it is called, with a dQ of the first rows of some sequences: those in `rows`, or the
-    first. known: a map to what `_columns` says of its outputs, if that was found before.
+    first. outs: where the outputs of attention before it are in the graph. known: a map to what
+    `_columns` says of its outputs, if that was found before.
     """
 
-    def __init__(self, q, around, known=None):
-        self.q, self.known = q, {} if known is None else known
+    def __init__(self, q, around, outs=frozenset(), known=None):
+        self.q, self.outs, self.known = q, outs, {} if known is None else known
         self.around = [[way for way in maps if way[2] is not None] for maps in around]
         self.maps = self.heads = self.owners = self.rows = None
 
@@ -254,7 +262,7 @@ class Queries:
     def _mark(self, maps, known):
         """Find them by gradients that are not zero: heads are numbered from 1, in binary."""
         n, d = self.q.shape[1], self.q.shape[3]
-        direct = _direct(self.q, maps)
+        direct = _direct(self.q, maps, self.outs)
         direct = [way for way in direct if way[0].weight.requires_grad] or direct
         kept = [m for m, *_ in direct]
         known.update({m: None for m, *_ in maps if m not in kept})
@@ -325,9 +333,9 @@ PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1, "BaddbmmBa
 """Nodes of a graph that are matrix products, to the place of their first factor."""
 
 
-def _direct(q, maps):
-    """Of the maps those from whose output q is made by no other weights."""
-    ends = {(y.node, y.output_nr) for *_, y in maps}
+def _direct(q, maps, outs):
+    """Of the maps those from whose output q is made by no other weights, nor by attention."""
+    ends = {(y.node, y.output_nr) for *_, y in maps} | outs
     start = get_gradient_edge(q)
     ahead, seen = [(start.node, start.output_nr)], set()
     while ahead:
@@ -398,7 +406,9 @@ def emulated(model, tokens, policy, done=lambda: None) -> list[measures.Call]:
         if call.policy.draws:
             raise UserError(f"policy {call.policy} draws random bits; the probe takes none that do")
         calls.append(call)
-        return _Emulated.apply(q, k, v, call, done)
+        o = _Emulated.apply(q, k, v, call, done)
+        linears.after(o)
+        return o
 
     with linears:
         loss = (_gpt_loss if isinstance(model, GPT) else _hub_loss)(model, tokens, policy, attend)

@@ -128,6 +128,7 @@ class Watch:
         if not o.requires_grad:
             seen.left_out[layer] = NO_GRADIENT
             return
+        self.linears.after(o)
         for name in UNLIKE:
             if how.get(name) is not None and (torch.is_tensor(how[name]) or how[name]):
                 seen.left_out[layer] = f"it has {name}"
