@@ -366,6 +366,27 @@ def test_what_is_not_finite_is_not_alike(own, capsys):
     assert "not finite" in said and "alike" not in said
 
 
+def test_one_infinite_number_is_not_finite(inputs):
+    def infinite(q, k, v, **how):
+        o = scaled_dot_product_attention(q, k, v, **how).clone()
+        o[0, 0, 5, 3] = torch.inf
+        return o
+
+    assert "B's O has numbers that are not finite" in compare.verdict(one(infinite, inputs))
+
+
+def test_where_a_plain_attention_overflows_one_in_fp32_is_the_yardstick():
+    some = contenders.drawn((1, 2, 128, 64), dtype=torch.float16)
+    loud = 50 * torch.ones(64, dtype=torch.float16)
+    some = dataclasses.replace(some, q=some.q + loud, k=some.k + loud)
+    table = compare.measure({"A": contenders.function("math"), "B": contenders.plain}, [some])
+    a, b, *said = compare.verdict(table).split("\n")
+    assert a.startswith("A is within") and b.startswith("B's O has numbers that are not finite")
+    assert said == [
+        f"A plain attention overflows ({some.name}), so one in FP32 is the yardstick there."
+    ]
+
+
 def test_float64_cannot_be_judged():
     some = contenders.drawn((1, 2, 64, 32), dtype=torch.float64)
     with pytest.raises(UserError, match="is float64, and so is the attention"):

@@ -23,7 +23,7 @@ from lowprec import UserError
 from lowprec.attention.inputs import for_queries
 from lowprec.attention.reference import oracle
 from lowprec.diagnose import drift
-from lowprec.diagnose.contenders import Inputs, plain
+from lowprec.diagnose.contenders import Inputs, plain, plain_fp32
 from lowprec.numerics.formats import BF16, FP16, Format, round_to, ulp
 from lowprec.numerics.policy import SITES
 from lowprec.publish import plots
@@ -135,7 +135,11 @@ class Exact:
         moved = {of: math.sqrt(sum(m[of] ** 2 for m in moves) / draws) for of in OF}
         self.ulp = {of: max(x, self._share(of, stored[of]) if of in stored else 0)
                     for of, x in moved.items()}  # fmt: skip
-        errors = self.errors(run(plain, inputs, "a plain attention"))
+        found = run(plain, inputs, "a plain attention")
+        self.overflows = not all(x.isfinite().all() for x in found.values())
+        if self.overflows:
+            found = run(plain_fp32, inputs, "a plain attention")
+        errors = self.errors(found)
         both = [(of, errors[of], stored.get(of, torch.zeros_like(errors[of]))) for of in OF]
         self.plain = {of: max(self._share(of, a), self._share(of, b)) for of, a, b in both}
         self.plain_worst = {of: max(self._worst(of, a), self._worst(of, b)) for of, a, b in both}
@@ -208,11 +212,13 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
     functions: who -> call. twice: run each twice; `.attrs["unsteady"]` has (who, input, of,
     relative difference) of what differs. `.attrs["forward"]` has who gives no gradients,
     `.attrs["coarse"]` who has a format coarser than the inputs', as a policy or in all of O, and
-    which, and `.attrs["without"]` the inputs whose dO is 0.
+    which, `.attrs["overflows"]` the inputs on which a plain attention does, so that one in FP32 is
+    the yardstick, and `.attrs["without"]` the inputs whose dO is 0.
     """
-    rows, unsteady, forward, coarse, without = [], [], [], {}, []
+    rows, unsteady, forward, coarse, overflows, without = [], [], [], {}, [], []
     for some in inputs:
         exact = Exact(some, draws)
+        overflows += [some.name] * exact.overflows
         without += [some.name] * (not some.do.any())
         for who, call in functions.items():
             found = run(call, some, who)
@@ -228,7 +234,8 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
                 if not torch.equal(again[of].nan_to_num(), x.nan_to_num())
             ]
     table = pd.DataFrame(rows)
-    table.attrs.update(unsteady=unsteady, forward=forward, coarse=coarse, without=without)
+    table.attrs.update(unsteady=unsteady, forward=forward, coarse=coarse)
+    table.attrs.update(overflows=overflows, without=without)
     return judged(table)
 
 
@@ -319,6 +326,8 @@ def verdict(table: pd.DataFrame, names: dict[str, str] | None = None) -> str:
             f"The yardstick is weak here: a plain attention's {row.of} itself errs by "
             f"{row.plain:.0%} ({row.input}), so the {TIMES}x rule lets much by."
         )
+    for name in table.attrs["overflows"]:
+        said.append(f"A plain attention overflows ({name}), so one in FP32 is the yardstick there.")
     for name in table.attrs["without"]:
         said.append(f"dO of {name} is 0 throughout, so no gradient was compared there.")
     for who in table.attrs["forward"]:
@@ -337,7 +346,7 @@ def _of_one(table, name: str) -> str:
     bad = outside(table)
     if len(bad):
         row = bad.loc[bad.times.fillna(math.inf).idxmax()]
-        if math.isnan(row.times):
+        if not math.isfinite(row.error):
             return f"{name}'s {row.of} has numbers that are not finite ({row.input})."
         also = [of for of in OF if of in set(bad.of) - {row.of}]
         parts = [f"{name}'s {row.of} errs {_times(row.times)} as much as a plain attention's"]
