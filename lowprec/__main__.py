@@ -353,7 +353,8 @@ def compare(argv: list[str]) -> int:
         a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
         b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
         on: Annotated[str, tyro.conf.arg(metavar="random|captures|FILE")] = "random",
-        causal: bool = False,
+        causal: tyro.conf.FlagCreatePairsOff[bool] = False,
+        no_causal: tyro.conf.FlagCreatePairsOff[bool] = False,
         shape: tuple[int, int, int, int] = (1, 4, 256, 64),
         kv_heads: int | None = None,
         dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
@@ -375,7 +376,8 @@ def compare(argv: list[str]) -> int:
             b: the other one.
             on: random; captures, the committed q, k, v and dO of real models; or a safetensors file
                 with q, k, v, do (batch, heads, tokens, head_dim), its metadata causal and scale.
-            causal: of random inputs, and of a file that does not say.
+            causal: of random inputs, and of a file whose metadata do not say.
+            no_causal: of such a file; random inputs are not causal by default.
             shape: of random inputs, batch, heads, tokens, head_dim.
             kv_heads: of random inputs, heads of keys and values if fewer.
             dtype: of random inputs.
@@ -392,7 +394,7 @@ def compare(argv: list[str]) -> int:
         elif on == "random":
             inputs = [contenders.drawn(shape, kv_heads, causal, seed, getattr(torch, dtype))]
         else:
-            inputs = [contenders.read(on, causal)]
+            inputs = [contenders.read(on, None if causal == no_causal else causal)]
         place = pick_device(device)
         inputs = [some.to(place) for some in inputs]
         found = two.measure(calls, inputs)

@@ -1,7 +1,8 @@
 """What a comparison compares, and on what: attention functions by name, and inputs.
 
 A function is called as PyTorch's scaled_dot_product_attention is, f(q, k, v, is_causal=, scale=),
-with enable_gqa=True where keys have fewer heads than queries. `drawn` makes inputs, `captures` are
+with enable_gqa=True where keys have fewer heads than queries, and on what a model hands over,
+view(B, T, H, D).transpose(1, 2). `drawn` makes inputs, `captures` are
 those of `data/captures`, and `read` and `write` keep them in safetensors.
 
 Shapes: q, do (B, H, T, D); k, v (B, H', S, D), where H' divides H, and S = T if causal.
@@ -208,7 +209,8 @@ def _paths() -> dict[str, Path]:
 def read(path, causal: bool | None = None) -> Inputs:
     """The inputs of a safetensors file with q, k, v and do, or of a capture.
 
-    Its metadata may have `causal` and `scale`, in JSON: true, 0.125. causal: where it has not.
+    Its metadata may have `causal` and `scale`, in JSON: true, 0.125. causal: where it has not, and
+    then it must be given.
     Raises `UserError` naming the file.
     """
     path = Path(path)
@@ -242,7 +244,9 @@ def read(path, causal: bool | None = None) -> Inputs:
 
 def _said(about: dict, causal) -> tuple[bool, float | None]:
     """`causal` and `scale` of metadata, also as Python writes them."""
-    said, scale = about.get("causal", str(bool(causal))), about.get("scale", "null")
+    said, scale = about.get("causal", str(causal)), about.get("scale", "null")
+    if said == "None":
+        raise UserError("its metadata has no causal; add it, or say --causal or --no-causal")
     if said.lower() not in ("true", "false"):
         raise UserError(f"its metadata has causal={said}; write true or false")
     try:
