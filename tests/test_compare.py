@@ -594,6 +594,27 @@ def test_of_a_file_that_does_not_say_the_user_must_say_whether_it_is_causal(
     assert f"bfloat16, {masked}, on" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_fault_in_the_last_tile_is_found(dtype):
+    """Though late rows of causal attention are small: no gradient of the last key, or a mask."""
+
+    def detached(q, k, v, **how):
+        k, v = (torch.cat([x[:, :, :-1], x[:, :, -1:].detach()], 2) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, **how)
+
+    def dropped(q, k, v, scale, **how):
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        seen[-1, -1] = False
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+
+    calls = {"A": scaled_dot_product_attention, "B": detached, "C": dropped}
+    some = [contenders.drawn((1, 2, n, 64), seed=n, dtype=dtype) for n in (257, 1025)]
+    table = compare.measure(calls, some, twice=False)
+    found, worst = planted.found(table), table.groupby(["who", "input"]).worst.max()
+    assert not found["A"].any() and found[["B", "C"]].all()
+    assert worst["A"].max() < compare.WORST / 2 < compare.WORST * 1.5 < worst[["B", "C"]].min()
+
+
 def test_a_capture_is_written_and_compared(own, capsys):
     assert main(["data", "capture", "fa2-a-seed1-1520", "x.safetensors"]) == 0
     assert main(["compare", "FA2", "CLEAN", "--on", "x.safetensors"]) == 0
