@@ -610,9 +610,10 @@ def test_a_fault_in_the_last_tile_is_found(dtype):
     calls = {"A": scaled_dot_product_attention, "B": detached, "C": dropped}
     some = [contenders.drawn((1, 2, n, 64), seed=n, dtype=dtype) for n in (257, 1025)]
     table = compare.measure(calls, some, twice=False)
-    found, worst = planted.found(table), table.groupby(["who", "input"]).worst.max()
+    of_keys = table[table.of.isin(["dK", "dV"])]
+    found, worst = planted.found(table), of_keys.groupby(["who", "input"]).worst.max()
     assert not found["A"].any() and found[["B", "C"]].all()
-    assert worst["A"].max() < compare.WORST / 2 < compare.WORST * 1.5 < worst[["B", "C"]].min()
+    assert worst[["B", "C"]].min() > 1.5 * compare.WORST
 
 
 def test_a_capture_is_written_and_compared(own, capsys):
