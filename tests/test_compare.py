@@ -306,20 +306,29 @@ def test_a_module_that_ends_the_program_or_moves_away_cannot_be_imported(words, 
         contenders.function("other_attention:f", "B")
 
 
-def test_what_a_backward_pass_writes_into_is_its_own(inputs):
-    class Writes(torch.autograd.Function):
+def handed_back(change):
+    """A function that changes no number, but by `change` the gradient that is handed back to it."""
+
+    class HandedBack(torch.autograd.Function):
         @staticmethod
         def forward(ctx, o):
             return o.clone()
 
         @staticmethod
         def backward(ctx, do):
-            kept = do.clone()
-            do.zero_()
-            return kept
+            return change(do)
+
+    return HandedBack.apply
+
+
+def test_what_a_backward_pass_writes_into_is_its_own(inputs):
+    def writes(do):
+        kept = do.clone()
+        do.zero_()
+        return kept
 
     before = inputs.do.clone()
-    compare.run(lambda *qkv, **how: Writes.apply(contenders.plain(*qkv, **how)), inputs)
+    compare.run(lambda *qkv, **how: handed_back(writes)(contenders.plain(*qkv, **how)), inputs)
     assert torch.equal(inputs.do, before)
 
 
@@ -330,19 +339,10 @@ def test_a_kernel_that_ignores_strides_is_found(only, inputs):
     def flat(x):
         return torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride())
 
-    class Flat(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, o):
-            return o.clone()
-
-        @staticmethod
-        def backward(ctx, do):
-            return flat(do)
-
     def attention(q, k, v, **how):
         q, k, v = (flat(x) if n == only else x for n, x in (("q", q), ("k", k), ("v", v)))
         o = scaled_dot_product_attention(q, k, v, **how)
-        return Flat.apply(o) if only == "do" else o
+        return handed_back(flat)(o) if only == "do" else o
 
     assert "not rounding alone" in compare.verdict(one(attention, inputs))
 

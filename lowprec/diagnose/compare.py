@@ -34,8 +34,9 @@ TIMES, WORST = 2, 4
 noisy, of the row's yardstick."""
 FAINT, APART = 0.01, {torch.bfloat16: 2, torch.float16: 16, torch.float32: 200}
 """A row of O, dK or dV may err by WORST times as much as a plain attention, one ulp or storing make
-it err, at least this share of their root mean square, times APART: of captured heads in that dtype
-kernels that are right have up to half of the limit, faults in a last tile twice it and more."""
+it err, at least this share of their root mean square, times APART: on captured heads in that dtype
+PyTorch's function has about half of the limit or less, on random inputs a key at the end without a
+gradient twice it or more."""
 LEAN = 0.5
 """A sign beyond noise counts as a fault from this share of a plain attention's error on."""
 LEVEL, BLOCKS = 0.05, 16

@@ -55,6 +55,11 @@ def first_take_off(run, lag: int = 200, every: int = 200) -> float:
     return take_offs(run, lag=lag, every=every).step.min()
 
 
+def takes_off(run) -> bool:
+    """Whether a run has a `first_take_off`."""
+    return bool(np.isfinite(first_take_off(run)))
+
+
 def fastest(run, lag: int = 100, every: int | None = None) -> float:
     """The largest factor by which the σ(W_Q) of a head grows within `lag` steps, from step 600 on:
     how far the run is from a take-off, or past it. Arguments and errors as in `take_offs`."""

@@ -43,6 +43,12 @@ def span(values, form: str = "{:.2f}") -> str:
     return minus(" to ".join(dict.fromkeys(form.format(x) for x in ends))) or "none"
 
 
+def of(truths) -> str:
+    """How many of some truths hold, of how many: "3 of 4". truths: a dict, a Series or a list."""
+    truths = list(truths.values() if isinstance(truths, dict) else truths)
+    return f"{sum(map(bool, truths))} of {len(truths)}"
+
+
 def say(text: str):
     """A computed text, in Markdown."""
     from IPython.display import Markdown

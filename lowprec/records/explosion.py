@@ -34,6 +34,11 @@ def excess(loss) -> np.ndarray:
     return mean - np.minimum.accumulate(mean)
 
 
+def rise(loss, settled: int = 600) -> float:
+    """By how much the mean loss is above its lowest so far, at most, from a step on.  nats"""
+    return float(np.nanmax(excess(loss)[settled:], initial=0.0))
+
+
 def find_explosion(loss) -> Explosion | None:
     """The first explosion in a loss per step, or None; a rise that comes back is a spike."""
     loss = np.asarray(loss, dtype=float)

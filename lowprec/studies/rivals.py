@@ -37,6 +37,44 @@ FAILING = {
 }
 CAPTURES = FAILING | {"healthy": "low-c-healthy-seed6-1230"}
 """A name to that of a file in data/captures."""
+OF_LOW = {
+    "low": "LOW",
+    "o_fp32": "clean δ",
+    "o_acc": "numerator in FP32",
+    "o_split": "δ from O and residual",
+    "dp": "δ from P∘dP",
+    "low_centred": "centred keys",
+    "qk_norm": "QK-norm",
+    "gate": "output gate",
+    "softcap": "cap on the logits",
+    "decay": "weight decay of 0.1",
+    "eps_1e5": "Adam's eps at 1e-5",
+    "clip_03": "clipped at 0.3",
+    "clip_01": "clipped at 0.1",
+    "lr_half": "half the rate",
+    "lr_quarter": "a quarter of the rate",
+    "warmup_4x": "4 × the warm-up",
+    "beta2_floor": "paper's rule, β = 2",
+    "beta7_floor": "paper's rule, β = 7",
+    "beta2": "β = 2, no floor",
+    "beta7": "β = 7, no floor",
+    "dither": "dithered maximum",
+    "offset_1": "maximum moved by 1",
+    "offset_2": "maximum moved by 2",
+    "p_rounded": "ℓ from rounded p",
+    "low_stochastic": "O, numerator at random",
+    "fp16": "all in FP16",
+}
+OF_FA2 = {
+    "fa2": "FA2",
+    "fa2_o_fp32": "FA2, clean δ",
+    "fa2_dp": "FA2, δ from P∘dP",
+    "fa2_centred": "FA2, centred keys",
+    "fa2_redrawn": "FA2, fresh rounding for δ",
+    "fa2_stochastic": "FA2, O at random",
+    "fa2_stochastic_o_fp32": "FA2, O at random, clean δ",
+}
+"""Arms of campaigns that change `LOW` or `FA2`, those first, and what they are called in print."""
 REMEDIES = {
     "O drawn anew (control)": dict(delta_from="o_redrawn"),
     "stochastic O": dict(delta_from="o", o="bf16:stochastic"),

@@ -11,9 +11,10 @@ import numpy as np
 import pandas as pd
 
 from lowprec.evidence import survival
-from lowprec.evidence.heads import first_take_off, norms, take_offs, total
+from lowprec.evidence.heads import norms, take_offs, takes_off, total
 from lowprec.evidence.words import span
 from lowprec.publish.lines import loss_course
+from lowprec.records import explosion
 from lowprec.records.explosion import RETURN, RISE, excess
 from lowprec.studies.ties import tie_shares
 
@@ -39,8 +40,8 @@ def losses(*arms) -> pd.DataFrame:
 
 
 def rise(run) -> float:
-    """By how much the mean loss is above its lowest so far, at most, from step 600 on.  nats"""
-    return float(np.nanmax(excess(run.metrics.loss)[SETTLED:], initial=0.0))
+    """`explosion.rise` of a run."""
+    return explosion.rise(run.metrics.loss, SETTLED)
 
 
 def spells(run) -> list[tuple[int, int]]:
@@ -142,5 +143,4 @@ def first_layer(run) -> int:
 
 def taken(*arms) -> int:
     """In how many runs of some arms a head takes off, at probes 200 steps apart."""
-    first = (first_take_off(run) for arm in arms for run in arm.by_seed.values())
-    return sum(bool(np.isfinite(step)) for step in first)
+    return sum(takes_off(run) for arm in arms for run in arm.by_seed.values())
