@@ -59,8 +59,7 @@ OTHERWISE = {
         stabilised-untied-head
     """,
     "inconclusive": """
-        common-one-sequence fix-centred-low fix-centred-norm lower-rate-clean peers-sdpa
-        rounding-sink-no-ties
+        common-one-sequence fix-centred-low fix-centred-norm peers-sdpa rounding-sink-no-ties
     """,
 }
 """The claims that threats.md and shelf.md speak of as refuted, or as open."""
