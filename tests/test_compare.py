@@ -399,16 +399,35 @@ def test_one_infinite_number_is_not_finite(inputs):
     assert "B's O has numbers that are not finite" in compare.verdict(one(infinite, inputs))
 
 
-def test_where_a_plain_attention_overflows_one_in_fp32_is_the_yardstick():
+@pytest.mark.parametrize("sizes", [(60, 1, 1e-3), (1, 200, 40), (60, 20, 5)])
+def test_where_a_plain_attention_overflows_a_kernels_is_the_yardstick(sizes):
+    """In FP16 scores, dP or both are too large, and a right kernel, which has them in FP32, errs
+    more than an attention in FP32 throughout."""
     some = contenders.drawn((1, 2, 128, 64), dtype=torch.float16)
-    loud = 50 * torch.ones(64, dtype=torch.float16)
-    some = dataclasses.replace(some, q=some.q + loud, k=some.k + loud)
-    table = compare.measure({"A": contenders.function("math"), "B": contenders.plain}, [some])
+    score, v, do = sizes
+    some = dataclasses.replace(
+        some, q=score * some.q, k=score * some.k, v=v * some.v, do=do * some.do
+    )
+    table = compare.measure({"A": scaled_dot_product_attention, "B": contenders.plain}, [some])
     a, b, *said = compare.verdict(table).split("\n")
-    assert a.startswith("A is within") and b.startswith("B's O has numbers that are not finite")
+    assert a.startswith("A is within") and "has numbers that are not finite" in b
     assert said == [
-        f"A plain attention overflows ({some.name}), so one in FP32 is the yardstick there."
+        f"A plain attention overflows ({some.name}): there the yardstick is one with scores and dP "
+        "in FP32."
     ]
+
+    def late(q, k, v, is_causal=False, scale=None):
+        o = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+        return torch.cat([o[:, :, :-8], 0.99 * o[:, :, -8:]], dim=2)
+
+    assert "outside the 2x rule" in compare.verdict(compare.measure({"A": late}, [some]))
+
+
+def test_what_no_number_of_the_dtype_holds_cannot_be_judged():
+    some = contenders.drawn((1, 2, 64, 64), dtype=torch.float16)
+    some = dataclasses.replace(some, q=60 * some.q, k=60 * some.k, v=400 * some.v, do=100 * some.do)
+    with pytest.raises(UserError, match="dQ of .* is beyond what fp16 holds"):
+        compare.measure({"A": scaled_dot_product_attention}, [some])
 
 
 def test_float64_cannot_be_judged():

@@ -203,7 +203,9 @@ def test_what_keeps_statements_of_the_paper_untested(recorded):
     most = max(len(run.metrics) for run in every if "beta=" in str(run.policy))
     assert most == 7_000 and "7,000 steps" in said["stabilised-longer"]["untested"]
     long = {run.info["arm"] for run in every if len(run.metrics) > 8_000}
-    assert long == {"lr_quarter", "low", "o_fp32", "clean", "free", "long"}, "mend the reviewers' table of shelf.md"
+    assert long == {"lr_quarter", "low", "o_fp32", "clean", "free", "long"}, (
+        "mend the reviewers' table of shelf.md"
+    )
     widest = {tuple(run.info["config"][k] for k in ("n_layer", "n_embd")) for run in every}
     assert max(widest) == (12, 768), "that is GPT-2 of 124 million weights"
 

@@ -23,7 +23,7 @@ from lowprec import UserError
 from lowprec.attention.inputs import for_queries
 from lowprec.attention.reference import oracle
 from lowprec.diagnose import drift
-from lowprec.diagnose.contenders import Inputs, plain, plain_fp32
+from lowprec.diagnose.contenders import Inputs, of_policy, plain
 from lowprec.numerics.formats import BF16, FP16, Format, round_to, ulp
 from lowprec.numerics.policy import SITES
 from lowprec.publish import plots
@@ -149,8 +149,15 @@ class Exact:
                 moved[of] = moved[of] + (x - self.right[of]).square().sum(-1) / draws
         found = run(plain, inputs, "a plain attention")
         self.overflows = not all(x.isfinite().all() for x in found.values())
-        if self.overflows:
-            found = run(plain_fp32, inputs, "a plain attention")
+        if self.overflows:  # a kernel has its scores and dP in FP32
+            sites = "".join(f"+{site}={self.fmt.name}" for site in ("p", "o", "p_bwd", "ds"))
+            found = run(of_policy(f"FA2{sites}"), inputs, "FA2")
+        for of, x in found.items():
+            if not x.isfinite().all():
+                raise UserError(
+                    f"{of} of {inputs.name} is beyond what {self.fmt.name} holds, or what leads to "
+                    "it: no error can be judged; make dO or v smaller"
+                )
         self.ulp, self.plain, self.yardstick = {}, {}, {}
         for of, error in self.errors(found).items():
             one, right = moved[of].sqrt(), self.right[of]
@@ -247,8 +254,9 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
     functions: who -> call. twice: run each twice; `.attrs["unsteady"]` has (who, input, of,
     relative difference) of what differs. `.attrs["forward"]` has who gives no gradients,
     `.attrs["coarse"]` who has a format coarser than the inputs', as a policy or in all of O, and
-    which, `.attrs["overflows"]` the inputs on which a plain attention does, so that one in FP32 is
-    the yardstick, and `.attrs["noise"]` (input, gradients) that are 0 but for noise and left out.
+    which, `.attrs["overflows"]` the inputs on which a plain attention does, so that `FA2` in their
+    dtype is the yardstick, and `.attrs["noise"]` (input, gradients) that are 0 but for noise and
+    left out. Raises `UserError` where that overflows as well.
     """
     rows, unsteady, forward, coarse, overflows, noise = [], [], [], {}, [], []
     for some in inputs:
@@ -362,7 +370,10 @@ def verdict(table: pd.DataFrame, names: dict[str, str] | None = None) -> str:
             f"{row.plain:.0%} ({row.input}), so the {TIMES}x rule lets much by."
         )
     for name in table.attrs["overflows"]:
-        said.append(f"A plain attention overflows ({name}), so one in FP32 is the yardstick there.")
+        said.append(
+            f"A plain attention overflows ({name}): there the yardstick is one with scores and dP "
+            "in FP32."
+        )
     for name, some in table.attrs["noise"]:
         said.append(f"The exact {' and '.join(some)} of {name} are 0, so they were not compared.")
     for who in table.attrs["forward"]:

@@ -71,11 +71,6 @@ def plain(q, k, v, is_causal=False, scale=None, **_):
     return (scale * (q @ k.mT)).masked_fill(~seen, -math.inf).softmax(-1) @ v
 
 
-def plain_fp32(q, k, v, **how):
-    """The same in FP32, stored in the dtype of q: of inputs on which that one overflows."""
-    return plain(q.float(), k.float(), v.float(), **how).to(q.dtype)
-
-
 def of_policy(policy) -> Callable:
     """The emulation of a policy, with PyTorch's signature."""
 
