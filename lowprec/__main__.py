@@ -376,6 +376,7 @@ def compare(argv: list[str]) -> int:
             b: the other one.
             on: random; captures, the committed q, k, v and dO of real models; or a safetensors file
                 with q, k, v, do (batch, heads, tokens, head_dim), its metadata causal and scale.
+                Masks, windows and biases are not compared.
             causal: of random inputs, and of a file whose metadata do not say.
             no_causal: of such a file; random inputs are not causal by default.
             shape: of random inputs, batch, heads, tokens, head_dim.
@@ -389,12 +390,20 @@ def compare(argv: list[str]) -> int:
         output(table, ".csv")
         output(figure, ".png", ".svg", ".pdf")
         calls = {"A": contenders.function(a, "A"), "B": contenders.function(b, "B")}
+        if causal and no_causal:
+            raise UserError("give one of --causal and --no-causal")
+        said = None if causal == no_causal else causal
+        usual = shape == (1, 4, 256, 64) and kv_heads is None and dtype == "bfloat16" and seed == 0
+        if on != "random" and not usual:
+            raise UserError("--shape, --kv-heads, --dtype and --seed are of random inputs")
         if on == "captures":
+            if said is False:
+                raise UserError("--no-causal: the captures are causal")
             inputs = contenders.captures()
         elif on == "random":
             inputs = [contenders.drawn(shape, kv_heads, causal, seed, getattr(torch, dtype))]
         else:
-            inputs = [contenders.read(on, None if causal == no_causal else causal)]
+            inputs = [contenders.read(on, said)]
         place = pick_device(device)
         inputs = [some.to(place) for some in inputs]
         found = two.measure(calls, inputs)
@@ -403,9 +412,9 @@ def compare(argv: list[str]) -> int:
         masked = sorted({"causal" if x.causal else "not causal" for x in inputs})
         of = sorted({str(x.q.dtype).removeprefix("torch.") for x in inputs})
         print(f"inputs: {on}, {' or '.join(of)}, {' or '.join(masked)}, on {place}")
-        if on == "random":
-            print(f"not tried: {'no mask' if causal else '--causal'}, another scale"
-                  + (", fewer heads of keys (--kv-heads)" if kv_heads is None else ""))  # fmt: skip
+        more = f"{'no mask' if causal else '--causal'}, another scale, " * (on == "random")
+        more += "fewer heads of keys (--kv-heads), " * (on == "random" and kv_heads is None)
+        print(f"not tried: {more}masks, windows, biases")
         print("", two.shown(found), "", two.verdict(found, names), sep="\n")
         if table:
             content = found.to_csv(index=False).encode()

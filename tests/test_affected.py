@@ -108,9 +108,17 @@ def test_errors_of_one_sign_have_a_bias_of_1_whatever_the_number_of_rows():
     assert measures.measure(call)["delta_bias"].tolist() == [-1, -1]
 
 
-def test_a_capture_takes_no_other_text(tmp_path):
-    with pytest.raises(UserError, match="a capture brings its own text; leave the text out"):
-        affected.probe(CAPTURES / "fa2-b-seed4-1580.xz", text=tmp_path / "a.txt")
+@pytest.mark.parametrize("other", [{"text": "a.txt"}, {"length": 64}, {"sequences": 1}])
+def test_a_capture_takes_no_other_text(other):
+    with pytest.raises(UserError, match="a capture brings its own text; leave text, sequences"):
+        affected.probe(CAPTURES / "fa2-b-seed4-1580.xz", **other)
+
+
+@pytest.mark.parametrize("name", ["loss.csv", "monitor.jsonl"])
+def test_a_curve_is_no_model(tmp_path, name):
+    (tmp_path / name).write_text("step,loss\n0,10.8\n")
+    with pytest.raises(UserError, match=f"{name} has no weights: losses and norms alone"):
+        affected.probe(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["fa2-b-seed4-1580", "low-c-seed6-1230"])

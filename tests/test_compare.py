@@ -477,7 +477,10 @@ def test_metadata_may_be_written_as_python_writes_it(tmp_path, causal, wanted):
     save_file(
         {n: x + i for i, n in enumerate(("q", "k", "v", "do"))}, tmp_path / "x.safetensors", about
     )
-    assert contenders.read(tmp_path / "x.safetensors", causal=False).causal is wanted
+    assert contenders.read(tmp_path / "x.safetensors", causal=wanted).causal is wanted
+    if causal is not None:
+        with pytest.raises(UserError, match=f"causal={causal}, against --.*causal$"):
+            contenders.read(tmp_path / "x.safetensors", causal=not wanted)
     if causal is None:
         with pytest.raises(UserError, match="^--on: .*has no causal; add it, or say --causal or"):
             contenders.read(tmp_path / "x.safetensors")
@@ -515,7 +518,7 @@ def test_the_status_says_whether_both_are_within_the_rule(own, capsys):
     assert main(["compare", "sdpa", "own_attention:same", *SMALL]) == 0
     out = capsys.readouterr().out
     assert "They err alike" in out and "inputs: random, bfloat16, causal, on cpu" in out
-    assert "not tried: no mask, another scale, fewer heads of keys" in out
+    assert "not tried: no mask, another scale, fewer heads of keys (--kv-heads), masks, win" in out
     assert main(["compare", "sdpa", "own_attention.py:broken", *SMALL]) == 1
     assert "not finite" in capsys.readouterr().out
     how = ["compare", "FA2", "own_attention:scaled", "--table", "t.csv", "--figure", "f.png"]
@@ -585,6 +588,9 @@ def test_inputs_lie_on_the_device_that_is_asked_for(device, monkeypatch, capsys)
         (["sdpa", "own_attention:raises"], "B fails on random.*TypeError.*is_causal"),
         (["own_attention:short", "sdpa"], "A must return O of shape"),
         (["sdpa", "math", "--on", "none.safetensors"], "--on: there is no none.safetensors"),
+        (["sdpa", "math", "--on", "captures", "--seed", "1"], "--seed are of random inputs"),
+        (["sdpa", "math", "--on", "captures", "--no-causal"], "the captures are causal"),
+        (["sdpa", "math", "--causal", "--no-causal"], "one of --causal and --no-causal"),
         (["sdpa", "math", "--kv-heads", "3"], "3 heads of keys"),
         (["sdpa", "math", "--kv-heads", "0"], "kv_heads=0 must be at least 1"),
         (["sdpa", "math", "--shape", "1", "2", "-3", "32"], "1, 2, -3, 32.* must be at least 1"),
@@ -592,7 +598,7 @@ def test_inputs_lie_on_the_device_that_is_asked_for(device, monkeypatch, capsys)
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_the_argument(arguments, words, own, capsys):
-    shape = [] if "--shape" in arguments else ["--shape", "1", "2", "64", "32"]
+    shape = [] if {"--shape", "--on"} & {*arguments} else ["--shape", "1", "2", "64", "32"]
     assert main(["compare", *arguments, *shape]) == 2
     error = capsys.readouterr().err
     assert re.search(words, error) and error.count("\n") == 1

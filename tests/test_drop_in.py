@@ -384,3 +384,22 @@ def test_a_mask_of_tokens_is_told_its_shape():
     q = torch.randn(2, 4, 16, 8)
     with pytest.raises(UserError, match=r"a mask of tokens is attn_mask\[:, None, None, :\]"):
         sdpa(q, q, q, attn_mask=torch.ones(2, 16, dtype=torch.bool))
+
+
+def test_torchs_name_may_be_replaced_before_the_first_import():
+    """Without a gradient the drop-in calls torch's own function, and not itself."""
+    code = """
+import torch
+import torch.nn.functional as F
+
+def ours(*args, **how):
+    from lowprec import sdpa
+    return sdpa(*args, **how)
+
+F.scaled_dot_product_attention = ours
+q = torch.ones(1, 2, 16, 64, dtype=torch.bfloat16)
+with torch.no_grad():
+    assert torch.equal(F.scaled_dot_product_attention(q, q, q, is_causal=True), q)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

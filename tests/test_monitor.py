@@ -1032,7 +1032,7 @@ def test_a_mask_of_heads_is_one_for_each(mask, expected):
     assert tables[0].logit.to_numpy() == pytest.approx(tables[1].logit.to_numpy())
 
 
-@pytest.mark.parametrize("keys,found", [([[0, 20], [0, 48]], 20), ([[8, 48], [8, 48]], HIDDEN)])
+@pytest.mark.parametrize("keys,found", [([[0, 20], [0, 30]], 30), ([[8, 48], [8, 48]], HIDDEN)])
 @pytest.mark.parametrize("documents", [False, True])
 def test_padding_counts_beside_documents(keys, found, documents):
     class Padded(Plain):
@@ -1044,7 +1044,7 @@ def test_padding_counts_beside_documents(keys, found, documents):
     parts = dict(documents=(torch.arange(48) // 40).expand(2, -1)) if documents else {}
     model = Padded(mask=Mask(causal=True, keys=torch.tensor(keys), **parts))
     saw = []
-    for given in (x, x[:1, :20]):
+    for given in (x, x[1:, :30]):
         monitor = Monitor(model, every=1)
         model(given).square().sum().backward()
         saw.append((monitor.step(), monitor.left_out))
@@ -1179,13 +1179,28 @@ def test_a_model_that_only_looks_is_told_so(hub, caplog):
     assert "step 8: nothing measured in 8 steps (no backward came back)" in caplog.text
 
 
-def test_a_batch_padded_on_the_right_is_measured_up_to_its_padding(hub):
-    model, ids = llama(hub), tokens(2, 48)
-    mask = torch.ones_like(ids)
-    mask[0, 30:] = 0
-    table = watched(model, of_hub(model, ids, attention_mask=mask))
-    alone = watched(model, of_hub(model, ids[:1, :30]))
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(
+    "ends, sequences, rows",
+    [
+        ([30, 20], 1, [0]), ([20, 30], 1, [1]), ([30, 48, 40], 2, [1, 2]), ([30, 4, 30], 3, [0, 2]),
+        ([4, 48, 48], 3, [1, 2]), ([30, 30], 1, [0]),
+    ],
+)  # fmt: skip
+def test_of_a_batch_padded_on_the_right_the_sequences_with_most_tokens_are_measured(
+    ends, sequences, rows, dense, hub
+):
+    """One short sequence neither stands for the batch nor cuts the others."""
+    model, ids = llama(hub), tokens(len(ends), 48)
+    mask = (torch.arange(48) < torch.tensor(ends)[:, None]).long()
+    given = mask
+    if dense:
+        given = torch.ones(48, 48).tril().bool() & mask[:, None, None, :].bool()
+    table = watched(model, of_hub(model, ids, attention_mask=given), sequences=sequences)
+    least = min(ends[i] for i in rows)
+    alone = watched(model, of_hub(model, ids[rows, :least]), sequences=sequences)
     assert table.logit.to_numpy() == pytest.approx(alone.logit.to_numpy())
+    assert set(table.tokens) == {len(rows) * least}
 
 
 @pytest.mark.parametrize("kind", ["padded", "short", "scaled"])
@@ -1578,6 +1593,7 @@ def test_a_model_may_hold_its_monitor_and_be_saved(tmp_path):
         other.zero_grad()
         other(ids, ids).backward()
         table = other.monitor.step()
+    other.monitor.close()  # else nothing runs compiled
     pd.testing.assert_frame_equal(table.drop(columns="step"), seen.drop(columns="step"))
 
 
@@ -1615,8 +1631,9 @@ def test_steps_are_counted_where_no_number_is_one_s_turn(hub):
 
 def test_of_two_ranks_the_logit_is_the_largest_and_norms_are_root_mean_squares(monkeypatch):
     one = dict(head=0, of="W_Q") | dict.fromkeys(watching.MEANS + watching.SQUARES, 1.0)
-    rows = [one | dict(layer=1, module="b", logit=x, gradient=x, common=x) for x in (1.0, 7.0)]
-    other = one | dict(layer=0, module="b/call_1", logit=2.0)
+    some = dict(layer=1, module="b", tokens=40)
+    rows = [one | some | dict(logit=x, gradient=x, common=x) for x in (1.0, 7.0)]
+    other = one | dict(layer=0, module="b/call_1", logit=2.0, tokens=2)
 
     def gather(parts, mine):
         parts[:] = [mine, [rows[1], other]]
@@ -1627,16 +1644,33 @@ def test_of_two_ranks_the_logit_is_the_largest_and_norms_are_root_mean_squares(m
     alone, both = watching._reduced(rows[:1])
     assert alone == other and (both["module"], both["layer"]) == ("b", 1)
     assert (both["logit"], both["common"], both["gradient"]) == (7, 4, pytest.approx(5))
+    assert both["tokens"] == 80
 
 
 def test_a_warning_names_the_head_of_the_largest_error(caplog):
     watch = object.__new__(Monitor)
     watch.ringing, watch.path, watch.writer = set(), None, None
     table = pd.DataFrame(dict(module="a.b", head=[0, 1], error=[1.0, 2.0], alarm=True, logit=1.0))
-    table = table.assign(share=0.5, share_all=0.5, key_share=1.0, common=20.0, gradient=1.0)
+    table = table.assign(
+        share=0.5, share_all=0.5, key_share=1.0, common=20.0, gradient=1.0, layer=4
+    )
     with caplog.at_level(logging.WARNING, "lowprec.monitor"):
-        watch._tell(3, table)
-    assert "in a.b, head 1 the error" in caplog.text
+        watch._tell(3, table, set())
+    assert "in a.b, head 1 the error" in caplog.text and "as if in BF16" not in caplog.text
+    watch.ringing = set()
+    with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+        watch._tell(4, table, {4})
+    assert "; read as if in BF16, which this attention is not. What" in caplog.text
+
+
+@pytest.mark.parametrize("dtype, policy", [(None, None), (torch.bfloat16, None), (None, "FA2")])
+def test_attention_in_fp32_is_known_to_be_read_as_if_in_bf16(dtype, policy):
+    model, x = Plain(), torch.randn(1, 40, 32)
+    seeing = watch.Watch(model, policy)
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        model(x).square().sum().backward()
+    seeing.stop()
+    assert seeing.seen.as_if == (set() if dtype else {0}) and seeing.seen.found
 
 
 def test_nothing_of_nothing_is_nothing():

@@ -7,8 +7,8 @@ An operator takes no objects: a policy goes in as text, `Mask` and `Scores` part
 from __future__ import annotations
 
 import torch
+from torch._C._nn import scaled_dot_product_attention  # torch's own, also if ours has its name
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention  # also if ours takes its name later
 
 from lowprec import UserError
 from lowprec.attention.inputs import causal_mask, check_seed

@@ -205,12 +205,15 @@ def read(path, causal: bool | None = None) -> Inputs:
     """The inputs of a safetensors file with q, k, v and do, or of a capture.
 
     Its metadata may have `causal` and `scale`, in JSON: true, 0.125. causal: where it has not, and
-    then it must be given.
+    then it must be given; it must not be another than they say.
     Raises `UserError` naming the file.
     """
     path = Path(path)
     if path.suffix == ".xz":
-        return captured(Capture.load(path))
+        inputs = captured(Capture.load(path))
+        if causal is not None and causal != inputs.causal:
+            raise UserError(f"--on: {path} has causal={inputs.causal}")
+        return inputs
     if not path.is_file():
         raise UserError(f"--on: there is no {path}; take random, captures or a .safetensors file")
     try:
@@ -244,6 +247,8 @@ def _said(about: dict, causal) -> tuple[bool, float | None]:
         raise UserError("its metadata has no causal; add it, or say --causal or --no-causal")
     if said.lower() not in ("true", "false"):
         raise UserError(f"its metadata has causal={said}; write true or false")
+    if causal is not None and causal != (said.lower() == "true"):
+        raise UserError(f"its metadata has causal={said}, against --{'no-' * (not causal)}causal")
     try:
         number = None if scale in ("null", "None") else float(scale)
     except ValueError:

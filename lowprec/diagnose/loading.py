@@ -73,6 +73,11 @@ def load(path: Path, seed: int):
         raise UserError(f"{path} has no weights; give its config.json for random ones")
     if path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
         return _checkpoint(path), f"the weights of {path}"
+    if path.suffix in (".csv", ".jsonl", ".txt", ".log"):
+        raise UserError(
+            f"{path} has no weights: losses and norms alone do not tell why a run exploded; give a "
+            "checkpoint, or watch with lowprec.Monitor as the model trains"
+        )
     return _transformers(path, seed)
 
 

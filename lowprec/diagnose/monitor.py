@@ -55,10 +55,11 @@ COLUMNS = {
     "error": "norm of the error that eps makes in it",
     "error_all": measures.ALSO["error_all"],
     "of": "what these gradients are of: W_Q, or dQ where no linear map was found that made q",
+    "tokens": "how many of the batch's were measured",
     "alarm": measures.COLUMNS["alarm"] + ", and these are of W_Q, for which they were chosen",
 }
 """Of a line of the file, in words. Over the ranks of torch.distributed `logit` is the largest, the
-norms are root mean squares, the shares their quotients, and the rest are means."""
+norms are root mean squares, the shares their quotients, `tokens` sums, and the rest are means."""
 SQUARES = ["gradient", "error", "error_all"]
 AGAIN = 8
 """Steps in a row that are watched until one of them can be measured."""
@@ -200,9 +201,9 @@ class Monitor:
         if not self.seen:
             _require_seen(watch)
         rows = [
-            dict(layer=layer, module=seen.module(layer), head=head, of=of)
+            dict(layer=layer, module=seen.module(layer), head=head, of=of, tokens=tokens)
             | {name: columns[name][head].item() for name in columns if name in COLUMNS}
-            for layer, (columns, of) in sorted(seen.found.items())
+            for layer, (columns, of, tokens) in sorted(seen.found.items())
             for head in range(len(columns["logit"]))
         ]
         rows = _reduced(rows)
@@ -221,7 +222,7 @@ class Monitor:
         table["alarm"] = measures.alarmed(table) & (table.of == "W_Q")
         self.table = table = table[list(COLUMNS)]
         if _rank() == 0:
-            self._tell(step, table)
+            self._tell(step, table, seen.as_if)
             without = table.module[table.of != "W_Q"]
             self._say(
                 step, "calls of attention that give no alarm", dict.fromkeys(without, UNTRACED)
@@ -235,15 +236,16 @@ class Monitor:
             some = "; ".join(f"{module}: {why}" for module, why in fresh)
             log.warning("step %d: %s: %s", step, what, some)
 
-    def _tell(self, step, table):
+    def _tell(self, step, table, as_if):
         ill = table[table.alarm]
         heads = set(zip(ill.module, ill["head"], strict=True))
         if heads - self.ringing:
             worst = ill.nlargest(1, "error").iloc[0]
             log.warning(
-                "step %d: ALARM in %d of %d head(s). The largest error: %s. What it means: "
+                "step %d: ALARM in %d of %d head(s). The largest error: %s%s. What it means: "
                 "python -m lowprec probe on a checkpoint, and the page Is my model affected?",
                 step, len(ill), len(table), measures.describe(worst),
+                "; read as if in BF16, which this attention is not" * (worst.layer in as_if),
             )  # fmt: skip
         if not all(table[name].map(math.isfinite).all() for name in ("logit", "gradient")):
             log.warning("step %d: attention has numbers that are not finite", step)
@@ -297,7 +299,7 @@ def _reduced(rows: list[dict]) -> list[dict]:
         return []
     table[SQUARES] = table[SQUARES] ** 2
     by = table.groupby(["module", "head"])
-    firsts = dict(layer=by.layer.first(), of=by.of.first())
+    firsts = dict(layer=by.layer.first(), of=by.of.first(), tokens=by.tokens.sum())
     merged = by[MEANS + SQUARES].mean().assign(logit=by.logit.max(), **firsts)
     merged[SQUARES] = merged[SQUARES] ** 0.5
     return merged.reset_index().sort_values("layer", kind="stable").to_dict("records")

@@ -72,8 +72,8 @@ def probe(
         if not isinstance(model, Capture):
             model = _placed(model, device)
     if isinstance(model, Capture):
-        if text is not None:
-            raise UserError("a capture brings its own text; leave the text out")
+        if text is not None or (sequences, length) != (4, 512):
+            raise UserError("a capture brings its own text; leave text, sequences and length out")
         call = _capture_call(model, policy)
         return measures.table([call], f"{model.path.name}, with its own text")
     model = getattr(model, "_orig_mod", model)  # of torch.compile

@@ -138,7 +138,7 @@ class Watch:
             return
         k, v = (x.expand(len(q), -1, -1, -1) if len(x) == 1 else x for x in (k, v))
         dense = how.get("dense") if mask is None else mask
-        rows = _begun(dense, how.get("keys"), len(q))[: self.sequences]
+        rows = _fullest(dense, how.get("keys"), len(q), self.sequences, self.length)
         count, of_rows = len(rows), _taken(rows)
         mask, window = _said(of_rows(mask), causal, q, k, of_rows, how)
         length = plain_length(mask, causal, q, k, window, of_rows(how.get("position_ids")))
@@ -156,7 +156,10 @@ class Watch:
         full = [of_rows(x.detach())[part] for x in (q, k, v)]
         ours = policy is not None
         # autocast may cast inside of what is called, as its output then says
-        dtype = next((x.dtype for x in (o, q) if x.dtype in SHORT), torch.bfloat16)
+        dtype = next((x.dtype for x in (o, q) if x.dtype in SHORT), None)
+        if not ours and dtype is None:
+            seen.as_if.add(layer)
+        dtype = dtype or torch.bfloat16
         policy = self.policy or PrecisionPolicy.parse(policy or USUAL.get(dtype, FA2))
         if policy.draws:
             seen.left_out[layer] = "its policy draws random bits"
@@ -180,7 +183,7 @@ class Watch:
                 *given, full_q=full[0], full_k=full[1], tile=tile,
             )  # fmt: skip
             try:
-                seen.found[layer] = measures.measure(call), own.of
+                seen.found[layer] = measures.measure(call), own.of, count * length
             except Exception as error:  # a training goes on whatever is measured
                 self.another = True
                 seen.left_out[layer] = str(error) or type(error).__name__
@@ -191,11 +194,13 @@ class Watch:
 @dataclass
 class Seen:
     """Of one forward: the names of the modules that called attention, what was measured of the
-    calls by their number, columns and what their gradients are of, and why others were left out."""
+    calls by their number, columns, what their gradients are of and of how many tokens, why others
+    were left out, and which were read as if in BF16, though in more bits."""
 
     names: list = field(default_factory=list)
     found: dict = field(default_factory=dict)
     left_out: dict = field(default_factory=dict)
+    as_if: set = field(default_factory=set)
 
     @property
     def count(self) -> int:
@@ -233,18 +238,30 @@ def _calls_itself(model) -> bool:
     return found > 1
 
 
-def _begun(mask, keys, count: int) -> list[int]:
-    """The sequences whose first two tokens are seen, as others are padded on the left or have one;
-    all where that is the same for all."""
-    seen = None
+def _fullest(mask, keys, count: int, sequences: int, length: int) -> list[int]:
+    """The sequences to measure: of those whose first two tokens are seen, as others are padded on
+    the left or have one, as many as have the most tokens together, where each is cut to the
+    shortest; the first ones where that is the same for all."""
+    ends = None
     if keys is not None:
-        seen = (keys[:, 0] == 0) & (keys[:, 1] > 1)
+        ends = keys[:, 1].where((keys[:, 0] == 0) & (keys[:, 1] > 1), 0)
     elif torch.is_tensor(mask):
         i, j = (min(n, 2) - 1 for n in mask.shape[-2:])
-        seen = mask[:, : j + 1] if mask.dim() == 2 else mask[..., i, : j + 1].flatten(1)
-        seen = (seen > NOTHING if seen.is_floating_point() else seen.bool()).all(1)
-    rows = [] if seen is None or len(seen) != count else seen.nonzero().flatten().tolist()
-    return rows or list(range(count))
+        begun = mask[:, : j + 1] if mask.dim() == 2 else mask[..., i, : j + 1].flatten(1)
+        own = mask  # of each token: whether it is seen, by itself where tokens differ in that
+        if mask.dim() > 2:
+            own = mask[..., 0, :] if i == 0 else mask.diagonal(dim1=-2, dim2=-1)
+            own = own.reshape(len(own), -1, own.shape[-1])
+        added = mask.is_floating_point() and mask.dim() > 2
+        begun, own = (x > NOTHING if added else x.bool() for x in (begun, own))
+        own = own if own.dim() == 2 else own.all(1)
+        ends = own.int().cumprod(1).sum(1).where(begun.all(1), 0)
+    ends = [0] if ends is None or len(ends) != count else ends.clamp(max=length).tolist()
+    if not any(ends):
+        return list(range(count))[:sequences]
+    order = sorted((i for i in range(count) if ends[i]), key=lambda i: -ends[i])[:sequences]
+    most = max(range(len(order)), key=lambda n: (n + 1) * ends[order[n]])
+    return sorted(order[: most + 1])
 
 
 def _taken(rows: list[int]):
