@@ -96,6 +96,15 @@ def test_errors_of_equal_sequences_are_coherent_and_cancel_in_no_batch():
     assert table.coherence.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-3)
 
 
+def test_of_several_sequences_numbers_are_means_and_the_logit_is_the_largest(hub):
+    model, ids = small(hub, "llama").eval(), torch.arange(96).view(2, 48) ** 2 % 300
+    both, *each = (measures.table(emulated(model, x, "FA2"), "") for x in (ids, ids[:1], ids[1:]))
+    for name in ("tied", "key_share", "common", "tv"):
+        mean = (each[0][name] + each[1][name]) / 2
+        assert both[name].to_numpy() == pytest.approx(mean.to_numpy(), rel=1e-3), name
+    assert both.logit.equals(each[0].logit.where(each[0].logit > each[1].logit, each[1].logit))
+
+
 def test_errors_of_one_sign_have_a_bias_of_1_whatever_the_number_of_rows():
     q, k, v, do = torch.randn(4, 1, 2, 23, 8, generator=torch.Generator().manual_seed(0))
 
@@ -312,9 +321,48 @@ def test_layers_have_the_numbers_of_the_model_where_it_has_them(hub, own):
     assert affected.probe(model, length=48).layer.unique().tolist() == ([1, 3] if own else [0, 1])
 
 
+def test_layers_that_share_a_number_have_those_of_their_calls(hub):
+    model = small(hub, "llama")
+    model.model.layers[1].self_attn.layer_idx = 0
+    assert affected.probe(model, length=48).layer.unique().tolist() == [0, 1]
+
+
+def test_a_gpt_is_probed_in_its_own_tiles():
+    shape, shares = dataclasses.replace(PRESETS["tiny"].model(), policy="LOW"), []
+    for tile in (None, 16):
+        torch.manual_seed(0)
+        model = GPT(dataclasses.replace(shape, tile=tile))
+        shares.append(affected.probe(model, length=64).share)
+    assert not shares[0].equals(shares[1])
+
+
+def test_a_seed_draws_the_weights_and_the_text(hub, tmp_path):
+    small(hub, "gpt2").config.save_pretrained(tmp_path)
+    models = [loading.load(tmp_path / "config.json", seed)[0] for seed in (0, 1)]
+    assert not torch.equal(*(model.lm_head.weight for model in models))
+    texts = [loading.tokens(None, None, 50257, 2, 64, seed)[0] for seed in (0, 1)]
+    assert not torch.equal(*texts)
+
+
+def test_a_capture_is_read_under_the_policy_that_is_given():
+    own, exact = (
+        affected.probe(CAPTURES / "fa2-b-seed4-1580.xz", policy=policy).share[0]
+        for policy in (None, "ALL_FP32")
+    )
+    assert exact < 0.01 * own
+
+
 def test_another_module_is_for_the_monitor():
     with pytest.raises(UserError, match="a Linear is no transformers model.*lowprec.Monitor"):
         affected.probe(torch.nn.Linear(3, 3))
+
+
+def test_policies_that_a_probe_does_not_take_are_named():
+    shape = PRESETS["tiny"].model()
+    with pytest.raises(UserError, match="o=bf16:stochastic.* draws random bits"):
+        affected.probe(GPT(shape), policy="FA2+o=bf16:stochastic", length=64)
+    with pytest.raises(UserError, match="several policies; give one with --policy"):
+        affected.probe(GPT(dataclasses.replace(shape, layers={"1/1": "ALL_FP32"})), length=64)
 
 
 def test_exact_attention_has_no_error(hub):
@@ -980,8 +1028,9 @@ def test_a_tokenizer_of_another_model_is_named(tmp_path, monkeypatch):
     text.write_text("a" * 999)
     given = lambda part, *_: (list(range(200)), loading.BESIDE)  # noqa: E731
     monkeypatch.setattr(loading, "_encoded", given)
-    with pytest.raises(UserError, match="numbers up to 199 and the model rows for 96"):
-        loading.tokens(text, tmp_path, 96, 2, 64, 0)
+    for size in (96, 199):
+        with pytest.raises(UserError, match=f"numbers up to 199 and the model rows for {size}"):
+            loading.tokens(text, tmp_path, size, 2, 64, 0)
 
 
 def test_the_first_layer_with_a_number_that_is_none_is_named():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec import UserError, __main__
-from lowprec.attention.reference import emulate
+from lowprec.attention.reference import emulate, oracle
 from lowprec.diagnose import bisect, bisect_runs
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW, RELEASED, PrecisionPolicy
 from lowprec.records.files import data_root
@@ -202,6 +202,25 @@ def test_of_roundings_that_are_drawn_anew_the_error_of_dq_tells_little(made):
     assert math.isinf(quick.redrawn) and quick.sets == dq.sets
 
 
+def test_a_layer_is_replayed_as_it_was_called():
+    """Not causal, with a scale and tiles of its own; and random bits are those of the seed."""
+    made = capture()
+    made.meta.update(causal=False, scale=0.3, tile=16)
+    replays, (q, k, v, do) = bisect.Replays(made), (made.tensors[n] for n in ("q", "k", "v", "do"))
+    low = emulate(q, k, v, LOW, 16, do, causal=False, scale=0.3).dq.double()
+    right = oracle(q, k, v, False, 0.3, do).dq
+    assert replays(LOW)["dq"] == pytest.approx([((low - right).norm() / right.norm()).item()])
+    one, other = replays.redrawn(FA2, 2)
+    assert one != other
+
+
+def test_a_sequence_that_is_there_twice_has_the_same_errors(made):
+    tensors = {name: torch.cat([t, t]) for name, t in made.capture.tensors.items()}
+    twice = bisect.Replays(Capture(made.capture.path, tensors, made.capture.meta))(FA2)
+    for of, error in made(FA2).items():
+        assert twice[of] == pytest.approx(error, rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def failing():
     names = ("fa2-b-seed4-1580", "low-c-seed6-1230")
@@ -348,6 +367,14 @@ def test_a_training_that_does_not_explode_has_no_cause(tmp_path, capsys):
     assert "does not explode in 2 steps" in capsys.readouterr().err
     assert __main__.main(["bisect", "--train", "tyny"]) == 2
     assert "did you mean tiny" in capsys.readouterr().err
+
+
+def test_trainings_search_the_fields_of_all_gradients(tmp_path, monkeypatch):
+    def explodes(_, policy):
+        return None if policy.p_bwd.is_fp32 else 7
+
+    monkeypatch.setattr(bisect_runs.Trainings, "__call__", explodes)
+    assert trainings(tmp_path, "FA2").search() == [("p_bwd=fp32",)]
 
 
 @pytest.mark.slow

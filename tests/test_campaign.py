@@ -1,5 +1,6 @@
 """Campaigns on this machine and on a real Slurm, with a model that trains in a second."""
 
+import contextlib
 import json
 import os
 import pty
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from lowprec.training import campaign, progress
 from lowprec.training import loop as train
 from lowprec.training.campaign import Slurm, run_campaign
 from lowprec.training.data import shards as data
+from lowprec.training.plan import load_campaign
 
 CAMPAIGN = """
 question: q
@@ -512,6 +515,7 @@ def test_of_two_processes_the_reason_is_that_of_the_run(file):
         (["--only", "--gpus", "1"], "--only wants the names of runs"),
         (["--partition", "long"], "add --cluster slurm"),
         (["--cluster", "slurm", "--gpus-per-node", "2"], "gpus_per_node=2"),
+        (["--cluster", "slurm", "--processes", "2"], "processes=2 is for this machine"),
         (["--cluster", "slurm"], "there is no Slurm here"),
     ],
 )
@@ -530,6 +534,39 @@ def test_a_slurm_that_does_not_answer_leaves_no_folder(file, tmp_path, monkeypat
     with pytest.raises(UserError, match="squeue failed: "):
         run_campaign(file, out=tmp_path / "runs", slurm=ON_CPU)
     assert not (tmp_path / "runs").exists()
+
+
+class Executor:
+    """In the place of submitit's."""
+
+    def __init__(self, folder):
+        self.devices, Executor.last = [], self
+
+    def update_parameters(self, **asked):
+        self.asked = asked
+
+    batch = contextlib.nullcontext
+
+    def submit(self, _, spec, device):
+        self.devices.append(device)
+        return SimpleNamespace(job_id=f"7_{len(self.devices) - 1}")
+
+
+def test_what_is_asked_of_slurm_and_when_its_jobs_are_over(file, monkeypatch):
+    queued = {"7_0": "RUNNING", "7_1": "PENDING"}
+    monkeypatch.setattr(campaign.shutil, "which", lambda _: "there")
+    monkeypatch.setattr(campaign.Cluster, "_queue", lambda _: queued)
+    monkeypatch.setattr("submitit.SlurmExecutor", Executor)
+    jobs = load_campaign(file)[:2]
+    cluster = campaign.Cluster(jobs, 1, Slurm(minutes=7, memory=1.5))
+    asked = Executor.last.asked
+    assert (asked["time"], asked["mem"], asked["array_parallelism"]) == (7, "1536MB", 1)
+    assert Executor.last.devices == ["cuda", "cuda"], "a GPU that is not there is no CPU"
+    assert list(cluster.look().values()) == ["running", "waiting"]
+    del queued["7_0"]
+    assert len(cluster.look()) == 2 and list(cluster.look()) == [jobs[1].name]
+    again = campaign.Cluster(jobs, 1, Slurm(gpus_per_node=0))
+    assert again.ids[jobs[1].name] == "7_1" and Executor.last.devices == ["cpu"]
 
 
 # On a real Slurm of one node, which tests/slurm.sh starts

@@ -265,6 +265,7 @@ def test_an_exact_attention_errs_by_nothing_and_the_plain_one_by_one(inputs):
     assert all(row["error"] == row["times"] == row["signed"] == 0 for row in rows)
     table = one(contenders.plain, inputs)
     assert table.times.to_numpy() == pytest.approx(1)
+    assert table.worst[table.of != "δ"].to_numpy() == pytest.approx(1)
 
 
 def test_a_part_of_the_exact_result_is_a_sign_of_its_size(inputs):
@@ -380,6 +381,16 @@ def test_a_file_is_the_one_that_its_path_names(tmp_path, monkeypatch):
         contenders.function("../none.py:f", "A")
 
 
+def test_the_one_that_errs_more_is_named_first_and_what_is_no_number_is_most(inputs):
+    table = one(contenders.plain, inputs)
+    both = pd.concat([table.assign(who=who) for who in "AB"], ignore_index=True)
+    both.attrs = table.attrs
+    both.loc[both.who == "B", ["error", "ulps"]] *= 4
+    assert re.search(r"in \w+ of .*: B errs by .*%, and A by ", compare.verdict(both))
+    broken = table.assign(input="broken", times=np.nan)
+    assert set(compare.most(pd.concat([table, broken])).input) == {"broken"}
+
+
 def test_what_is_not_finite_is_not_alike(own, capsys):
     def without_gradients(q, k, v, **how):
         return scaled_dot_product_attention(q, k, v, **how) + 0 * (q - q.detach()).sqrt()
@@ -441,6 +452,16 @@ def test_plain_attention_is_attention():
     o = contenders.plain(some.q, some.k, some.v, is_causal=True)
     right = scaled_dot_product_attention(some.q, some.k, some.v, is_causal=True)
     assert torch.allclose(o, right, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_functions_take_a_mask_and_a_scale_as_torch_s_does(causal):
+    some, other = (contenders.drawn((1, 2, 32, 16), seed=s, dtype=torch.float32) for s in (0, 1))
+    assert not torch.equal(some.q, other.q)
+    given, how = (some.q, some.k, some.v), dict(is_causal=causal, scale=0.7)
+    right = scaled_dot_product_attention(*given, **how)
+    for call in (contenders.of_policy("ALL_FP32"), contenders.plain):
+        assert torch.allclose(call(*given, **how), right, atol=1e-5)
 
 
 def test_inputs_are_kept_in_safetensors_with_torch_alone(tmp_path):
@@ -656,7 +677,7 @@ def test_limits_of_a_table_and_signs_corrected_for_it():
                 worst=[1, 4, 1, 4.1],
                 p=[0.012, 0.013, 1, 1],
                 n=compare.BLOCKS,
-                signed=[0.5, 1, 0, 0],
+                signed=[-0.5, 1, 0, 0],
                 plain=1.0,
             )
         )

@@ -47,6 +47,13 @@ def test_principal_is_the_singular_vector_of_the_stacked_matrices(factors):
     assert along(factors[0].mT @ factors[1], direction) > 0
 
 
+def test_a_principal_direction_has_the_sign_of_the_sum():
+    for seed in range(9):
+        a, x = rows(seed=seed), rows(width=7, seed=9 + seed)
+        found = principal(a, x)[0]
+        assert along(a.mT @ x, found) > 0 and torch.equal(found, principal(a, x)[0])
+
+
 def test_the_first_row_sees_one_key():
     q, k = rows(seed=3), rows(seed=4)
     assert torch.allclose(mean_keys(q, k)[0], k[0])

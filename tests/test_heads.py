@@ -101,6 +101,12 @@ def test_a_sum_of_what_one_probe_lacks_is_unknown():
     assert np.isnan(share(run, 99, 199)) and share(run, 149, 199) == 0
 
 
+def test_a_share_has_no_probe_of_the_onset():
+    run = made_up(onset=199)
+    run.probes.loc[run.probes.step == 199, "delta_bias"] = 2.0
+    assert share(run, 99, 249) == 0
+
+
 def test_sums_leave_the_first_step_out():
     table = sums(made_up(), 99, 199)
     assert table.loc[(1, 2)].tolist() == [2, 4, 4, 20] and table.delta_bias[1, 0] == -2

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowprec
 from lowprec import Monitor, UserError
-from lowprec.attention import huggingface
+from lowprec.attention import attention, huggingface
 from lowprec.attention.masks import Mask
 from lowprec.diagnose import measures, watch
 from lowprec.diagnose import monitor as watching
@@ -155,6 +155,20 @@ def test_every_door_of_a_hub_model_shows_the_same(hub, implementation):
     assert table.gradient.to_numpy() == pytest.approx(exact, rel=0.05)
     # attention is not rounded here, so in the layers before other numbers are
     assert (0.3 < table.share / probed.share).all() and (table.share / probed.share < 3).all()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_layer_has_its_own_scale(hub, implementation):
+    tables, ids = [], tokens(1)
+    for times in (1, 2):
+        model = llama(hub, implementation)
+        model.model.layers[0].self_attn.scaling *= times
+        tables += [
+            watched(model, of_hub(model, ids)),
+            measures.table(emulated(model, ids, "FA2"), ""),
+        ]
+    once, probed, twice, again = (table.logit[table.layer == 0] for table in tables)
+    assert twice.equals(2 * once) and again.equals(2 * probed)
 
 
 def test_logit_and_entropy():
@@ -330,13 +344,14 @@ def test_our_function_under_the_name_of_torchs_is_measured_once(hub, monkeypatch
     pd.testing.assert_frame_equal(found, wanted, rtol=1e-3, atol=1e-6)
 
 
-def test_without_a_linear_map_shares_are_of_dq_and_no_alarm_is_given(caplog):
+def test_without_a_linear_map_shares_are_of_dq_and_no_alarm_is_given(caplog, monkeypatch):
     """The limits of the alarm were chosen for gradients of W_Q."""
     capture = Capture.load(CAPTURES / "fa2-b-seed4-1580.xz")
     layer, x, do = Layer(capture), capture.tensors["x"], capture.tensors["do"]
     w_q = nn.Parameter(layer.maps[0].weight.detach().clone())
     layer.maps[0] = nn.Identity()
     layer.maps[0].forward = lambda x: x @ w_q.mT
+    monkeypatch.setattr(measures, "alarmed", lambda heads: heads.share >= 0)
     with caplog.at_level(logging.WARNING, "lowprec.monitor"), Monitor(layer, every=1) as monitor:
         for _ in range(2):
             (layer(x) * do).sum().backward()
@@ -967,11 +982,13 @@ LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
         (torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), True, {}, 3),
         (torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), True, dict(count=1), 4),
         (torch.zeros(1, 1, 4, 4).masked_fill(~LOWER, -9984.0), False, {}, 4),
+        (torch.zeros(1, 1, 4, 4).masked_fill(~LOWER, -99.0), False, {}, "its mask adds a bias"),
         (alibi(4)[None], False, {}, "its mask adds a bias"),
         (torch.full((1, 1, 4, 4), math.nan), False, {}, "its mask adds a bias"),
         (torch.ones(2, 1, 4, 1, dtype=torch.bool), True, {}, "it is not causal"),
         (None, True, dict(window=3), 3),
         (None, True, dict(positions=torch.tensor([[0, 1, 0, 1]])), 2),
+        (None, True, dict(positions=torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])), 2),
         ("block mask", True, {}, "its mask is a str"),
     ],
 )  # fmt: skip
@@ -1219,6 +1236,7 @@ def test_a_batch_that_cannot_be_measured_is_said_once_and_the_next_is_watched(hu
             loss().backward()
             found.append(monitor.step())
     assert [table is None for table in found] == [True, True, False, True]
+    assert monitor.left_out == {}
     assert len(caplog.messages) == 1 and re.search(words, caplog.text)
 
 
@@ -1310,6 +1328,38 @@ def test_a_layer_without_a_gradient_is_said():
     assert monitor.left_out == {
         0: "it has no gradient: its layer is frozen, or checkpointed with use_reentrant"
     }
+
+
+def test_a_policy_that_draws_is_left_out():
+    model = tiny(policy="FA2", layers={"0": "FA2+o=bf16:stochastic"})
+    with Monitor(model, every=1) as monitor:
+        gpt_loss(model, 0).backward()
+        assert set(monitor.step().layer) == {1}
+    assert monitor.left_out == {0: "its policy draws random bits"}
+
+
+def test_a_call_is_measured_in_its_tiles_and_fp16_under_its_own_policy():
+    class Tiled(Plain):
+        def forward(self, x, tile):
+            parts = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3))
+            return attention(*parts, "LOW", tile=tile).float()
+
+    model, x = Tiled(), torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(0))
+    whole, tiled = (watched(model, lambda t=t: model(x, t).sum()).share for t in (None, 8))
+    assert not whole.equals(tiled)
+    model, policies = Plain().half(), (None, watch.USUAL[torch.float16], "FA2")
+    own, usual, fa2 = (
+        watched(model, lambda: model(x.half()).float().sum(), policy=policy).share
+        for policy in policies
+    )
+    assert own.equals(usual) and not own.equals(fa2)
+
+
+def test_eager_attention_without_a_mask_is_not_causal(hub, monkeypatch):
+    monkeypatch.setattr(hub.models.llama.modeling_llama, "create_causal_mask", lambda **_: None)
+    model = llama(hub, "eager")
+    with pytest.raises(UserError, match="2 calls of attention: it is not causal"):
+        watched(model, of_hub(model, tokens(1)))
 
 
 def test_one_token_of_many_sequences_has_no_mean_score():
@@ -1432,6 +1482,8 @@ def test_a_writer_gets_the_worst_head_of_each_call():
     assert scalars["attention/share/blocks.1"] == table.share[table.layer == 1].max()
     assert scalars["attention/entropy/blocks.0"] == table.entropy[table.layer == 0].min()
     assert scalars["attention/alarms"] == 0 and len(scalars) == 13
+    watching._scalars(writer, 1, table.assign(common=range(-9, len(table) - 9)))
+    assert ("attention/common/blocks.0", 9, 1) in writer
 
 
 def test_a_folder_of_tensorboard(tmp_path):
@@ -1660,7 +1712,10 @@ def test_a_warning_names_the_head_of_the_largest_error(caplog):
     watch.ringing = set()
     with caplog.at_level(logging.WARNING, "lowprec.monitor"):
         watch._tell(4, table, {4})
+        watch._tell(5, table.assign(alarm=False), set())
+        watch._tell(6, table, set())
     assert "; read as if in BF16, which this attention is not. What" in caplog.text
+    assert caplog.text.count("ALARM") == 3
 
 
 @pytest.mark.parametrize("dtype, policy", [(None, None), (torch.bfloat16, None), (None, "FA2")])

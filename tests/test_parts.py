@@ -13,7 +13,7 @@ from lowprec import UserError
 from lowprec.attention import trace
 from lowprec.diagnose import probe as affected
 from lowprec.diagnose import scores
-from lowprec.diagnose.directions import head_cosines
+from lowprec.diagnose.directions import head_cosines, mean_cosine
 from lowprec.numerics.policy import ALL_FP32
 from lowprec.records import files
 from lowprec.records.tables import weights_sha256
@@ -319,6 +319,10 @@ def test_studies_of_mean_keys_undo_the_rotation():
     model.requires_grad_(False)
     table, bare = head_cosines(model, text[0]), head_cosines(made(**PARTS["none"]), text[0])
     assert len(table) == 8 and not bare.cos_r.equals(table.cos_r)
+    one = [t[:1] for t in (s.q, s.k, s.x)]
+    each = [query_error(*one, row.expand(1, 4, -1), s.rotation) for row in torch.eye(24)]
+    cosines = [mean_cosine(e) for e in torch.stack(each, 1).flatten(2)]
+    assert table.cos_r[table.layer == 1].to_numpy() == pytest.approx(cosines, abs=1e-4)
 
 
 def test_runs_from_before_are_read_as_before():

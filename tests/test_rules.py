@@ -105,6 +105,7 @@ def test_both_ends_of_a_range_are_in_it():
     assert [rule.holds(x) for x in (0.09, 0.1, 0.15, 0.18, 0.19)] == [False, *[True] * 3, False]
     assert rule.words == "from 0.1 to 0.18"
     assert rule.symbols == "0.1 to 0.18"
+    assert rules.parse("error in [2, 2]").holds(2)
 
 
 def test_a_single_fraction_is_asked_for_in_full():

@@ -48,6 +48,18 @@ def test_it_has_come_back_within_a_quarter_of_a_nat(rest, lasts):
     assert (find_explosion(loss) is not None) == lasts
 
 
+@pytest.mark.parametrize("high, lasts", [(451, False), (452, True)])
+def test_it_has_come_back_within_500_steps(high, lasts):
+    loss = np.full(2000, 2.0)
+    loss[700 : 700 + high] = 27  # from the first on up by 0.5, and down 50 steps after the last
+    assert (find_explosion(loss) is not None) == lasts
+
+
+def test_a_rise_is_held_against_the_lowest_before_it():
+    assert find_explosion([4.0] * 400 + [7.0] * 100 + [4.0] * 600 + [2.0] * 900) is None
+    assert explosion.rise([2.0] * 600 + [52.0]) == 1
+
+
 def test_a_small_rise_is_a_divergence():
     assert find_explosion(with_rise(0.45)) is None
 

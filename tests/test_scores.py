@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowprec.attention.reference import oracle
+from lowprec.attention.reference import emulate, oracle
 from lowprec.diagnose import scores
 from lowprec.numerics.formats import BF16, round_to
 
@@ -21,6 +21,13 @@ def test_probabilities_are_those_of_the_oracle():
     q, k = heads()
     p = scores.probabilities(q, k, 0.25)
     assert torch.allclose(p, oracle(q[None], k[None], k[None], scale=0.25).p_bwd[0], atol=1e-15)
+
+
+def test_scores_are_rounded_before_and_after_the_scale():
+    q, k = (x.bfloat16() for x in heads())
+    s = scores.causal_scores(q.double(), k.double(), 0.3, BF16)
+    t = emulate(q[None], k[None], k[None], "ALL_FP32+s=bf16", scale=0.3)
+    assert (s.amax(-1) - t.m[0]).abs().max() == 0
 
 
 def test_softmax_does_not_see_the_common_part():
@@ -72,11 +79,15 @@ def test_total_variation_is_one_for_disjoint_rows():
     p = torch.eye(4, dtype=torch.float64)
     assert scores.total_variation(p, p.roll(1, -1)) == 1
     assert scores.total_variation(p, p) == 0
+    same = p.roll(1, -1)
+    same[0] = p[0]  # a row with one key cannot differ
+    assert scores.total_variation(p, same) == 1
 
 
 def test_spread_is_the_root_mean_square_over_rows():
     q, k = (torch.tensor(x, dtype=torch.float64)[None, :, None] for x in ([9, 1, 0], [0, 2, 4]))
     assert scores.parts(q, k, 1.0)["spread"] == pytest.approx(0.5**0.5)
+    assert scores.parts(q.new_tensor([[[9], [1], [-1]]]), k, 1.0)["common"] == -0.5
 
 
 def test_alignment_is_that_of_the_mean_query_and_the_mean_key():

@@ -127,6 +127,12 @@ def test_the_permutation_test_is_the_count_over_all_arrangements(censored, size)
         assert found.iloc[1].p == pytest.approx(p)
 
 
+def test_of_many_ways_to_deal_the_same_20_000_are_drawn_again():
+    table = pd.concat([arm("low", range(10), True), arm("b", range(2, 22, 2), True)])
+    p, again = (compare_arms(table, "low", test="permutation").p[1] for _ in range(2))
+    assert p == again and p * 20_001 == pytest.approx(round(p * 20_001), abs=1e-6)
+
+
 def test_medians():
     table = compare_arms(FREIREICH, "placebo").set_index("arm")
     assert table["median"].to_dict() == {"placebo": 8, "6-MP": 23}
@@ -267,6 +273,9 @@ def test_when_nothing_or_everything_explodes():
         early = arm("low", [500] * 15 + [900] * 7, [True] * 15 + [False] * 7)
         unseen = pd.concat([early, arm("other", [100] * 8, False)])
         assert compare_arms(unseen, "low", test=test).p[1] == 1.0
+        at_once = pd.concat([arm(name, [7] * 3, True) for name in ("low", "other")])
+        assert compare_arms(at_once, "low", test=test).p[1] == 1.0
+    assert compare_arms(at_once, "low").horizon[1] == 8
     single = compare_arms(pd.concat([LOW[:1], FIXED[:1]]), "low")
     assert single.p[1] == 1.0 and single.verdict[1] == "not seen in 1"
     assert kaplan_meier(arm("low", [0, 5], [True, False])).survival.tolist()[-1] == 0.5
