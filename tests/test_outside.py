@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import family
+from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -14,6 +16,7 @@ from lowprec import UserError
 from lowprec.attention import attention
 from lowprec.attention.outside import centred, row_sums_out
 from lowprec.attention.reference import emulate, oracle
+from lowprec.diagnose import contenders
 from lowprec.numerics.policy import FA2, LOW, PrecisionPolicy
 
 REMOVED = dict(row_sum="removed")
@@ -232,14 +235,28 @@ def test_centred_keys_give_the_same_attention_and_a_dk_without_a_mean():
     assert of_centred[2].double().mean(-2).norm() < before[2].double().mean(-2).norm()
 
 
-def test_the_page_for_people_who_write_kernels_runs():
-    """Its loop is dQ of the policy and the delta that dK takes; what it says of a capture holds."""
+def test_the_page_for_people_who_write_kernels_runs(tmp_path, monkeypatch):
+    """Its loop is dQ of the policy and the delta that dK takes; what it says of a capture holds;
+    what it keeps of a training step is what attention got."""
+    x = torch.randn(4, 2, 16, 3, 8, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
+    given, gradient = x[:3].clone().requires_grad_(), x[3]
+
+    def training_step():
+        torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True).backward(gradient)
+
+    monkeypatch.setattr(
+        safetensors.torch, "save_file",
+        lambda tensors, name, about: save_file(tensors, tmp_path / name, about),
+    )  # fmt: skip
     page = (Path(__file__).resolve().parent.parent / "book" / "write_kernels.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
-    names = {}
+    assert len(blocks) == 5
+    names = {"training_step": training_step}
     for block in blocks:
         exec(block, names)
+    mine = contenders.read(tmp_path / "mine.safetensors")
+    assert torch.equal(torch.stack([mine.q, mine.k, mine.v, mine.do]), x) and mine.causal
+    assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
     q, k, v, do = (x[0, 0] for x in inputs(shape=(1, 1, 160, 32)))
     rows = slice(96, 160)
     for value in ("removed", "refined"):

@@ -78,7 +78,7 @@ class Monitor:
     writer: a tensorboard SummaryWriter, or a folder for one.
     policy: what attention rounds; None for what a call of this package says, else for FA2, with
         FP16 in place of BF16 where that is the dtype.
-    sequences, length: what is measured of a batch, its first tokens.
+    sequences, length: what is measured of a batch, at most: first tokens of its fullest sequences.
     step: the number of the first step, where a training goes on.
 
     Attributes: table, of the last watched step; left_out, {number: why} of calls not measured. An
