@@ -58,8 +58,8 @@ class Watch:
     """One forward and backward of a model whose calls of attention are measured.
 
     seen: what was seen of the forward whose backward came first, or while none has come of the
-    last forward with gradients. Of it at most `sequences`, see `_fullest`, and `length` tokens are measured, which
-    a causal model reads as if they were all.
+    last forward with gradients. Of it at most `sequences`, see `_fullest`, and their first `length`
+    tokens are measured, which a causal model reads as if they were all.
     another: whether a call was left out that may be measured in another batch.
     called: whether a forward with gradients was seen.
     Dropout inside attention is left out of what is measured.
