@@ -35,7 +35,8 @@ def excess(loss) -> np.ndarray:
 
 
 def rise(loss, settled: int = 600) -> float:
-    """By how much the mean loss is above its lowest so far, at most, from a step on.  nats"""
+    """By how much the mean loss is above its lowest so far, at most, from a step on; what is not
+    finite is left out.  nats"""
     return float(np.nanmax(excess(loss)[settled:], initial=0.0))
 
 
