@@ -375,8 +375,8 @@ def compare(argv: list[str]) -> int:
                 directory, called as PyTorch's scaled_dot_product_attention.
             b: the other one.
             on: random; captures, the committed q, k, v and dO of real models; or a safetensors file
-                with q, k, v, do (batch, heads, tokens, head_dim), its metadata causal and scale.
-                Masks, windows and biases are not compared.
+                with q, k, v, do (batch, heads, tokens, head_dim), its metadata causal and scale, or
+                with a boolean mask in place of causal. Biases are not compared.
             causal: of random inputs, and of a file whose metadata do not say.
             no_causal: of such a file; random inputs are not causal by default.
             shape: of random inputs, batch, heads, tokens, head_dim.
@@ -409,12 +409,14 @@ def compare(argv: list[str]) -> int:
         found = two.measure(calls, inputs)
         names = {"A": f"A ({a})", "B": f"B ({b})"}
         print(*(f"{who}: {text}" for who, text in (("A", a), ("B", b))), sep="\n")
-        masked = sorted({"causal" if x.causal else "not causal" for x in inputs})
+        kinds = {True: "causal", False: "not causal", None: "with a mask"}
+        masked = sorted({kinds[None if x.mask is not None else x.causal] for x in inputs})
         of = sorted({str(x.q.dtype).removeprefix("torch.") for x in inputs})
         print(f"inputs: {on}, {' or '.join(of)}, {' or '.join(masked)}, on {place}")
         more = f"{'no mask' if causal else '--causal'}, another scale, " * (on == "random")
         more += "fewer heads of keys (--kv-heads), " * (on == "random" and kv_heads is None)
-        print(f"not tried: {more}masks, windows, biases")
+        more += "other masks, windows, " if inputs[0].mask is None else ""
+        print(f"not tried: {more}biases")
         print("", two.shown(found), "", two.verdict(found, names), sep="\n")
         if table:
             content = found.to_csv(index=False).encode()

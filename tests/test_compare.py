@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowprec import UserError
@@ -489,6 +490,54 @@ def test_only_the_captures_of_the_book_carry_its_licence(tmp_path, capsys):
     assert "is never overwritten" in capsys.readouterr().err
 
 
+def near(n=96, window=32, padding=8):
+    """A window of keys, of two sequences the second padded on the right."""
+    mask = torch.ones(n, n, dtype=torch.bool).tril().triu(1 - window)[None, None].repeat(2, 1, 1, 1)
+    mask[1, :, : n - padding, n - padding :] = False
+    return mask
+
+
+def test_attention_with_a_mask_is_compared_under_it(tmp_path, own, capsys):
+    some = contenders.drawn((2, 4, 96, 32), kv_heads=2, causal=False)
+    some = dataclasses.replace(some, mask=near())
+    contenders.write(some, tmp_path / "x.safetensors")
+    again = contenders.read(tmp_path / "x.safetensors")
+    assert torch.equal(again.mask, some.mask) and not again.causal
+
+    def unmasked(q, k, v, attn_mask=None, **how):
+        return scaled_dot_product_attention(q, k, v, **how)
+
+    def one_more(q, k, v, attn_mask=None, **how):
+        wider = attn_mask | attn_mask.roll(1, -2).tril()
+        return scaled_dot_product_attention(q, k, v, attn_mask=wider, **how)
+
+    right = {"A": scaled_dot_product_attention, "B": contenders.function("FA2")}
+    table = compare.measure(right, [again])
+    assert not len(compare.outside(table))
+    for wrong in (unmasked, one_more):
+        assert set(compare.outside(compare.measure({"A": wrong}, [again])).of) >= {"O", "dQ"}
+    assert main(["compare", "sdpa", "FA2", "--on", str(tmp_path / "x.safetensors")]) == 0
+    out = capsys.readouterr().out
+    assert "bfloat16, with a mask, on" in out and "\nnot tried: biases\n" in out
+
+
+@pytest.mark.parametrize(
+    "mask, about, words",
+    [
+        (near(), {"causal": "true"}, "put what is causal into the mask"),
+        (near().float(), {}, "is boolean, True where a query sees a key, not torch.float32"),
+        (near()[:, :, :95], {}, "its mask of shape .* does not broadcast to"),
+        (near() & (torch.arange(96) > 4), {}, "shows no key to some query"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_one_sentence(mask, about, words, tmp_path):
+    some = contenders.drawn((2, 4, 96, 32), causal=False)
+    tensors = {name: getattr(some, name) for name in ("q", "k", "v", "do")}
+    save_file(tensors | {"mask": mask.contiguous()}, tmp_path / "x.safetensors", about)
+    with pytest.raises(UserError, match=f"^--on: .*x.safetensors: .*{words}"):
+        contenders.read(tmp_path / "x.safetensors")
+
+
 @pytest.mark.parametrize("causal, wanted", [("True", True), ("false", False), (None, False)])
 def test_metadata_may_be_written_as_python_writes_it(tmp_path, causal, wanted):
     from safetensors.torch import save_file
@@ -539,7 +588,7 @@ def test_the_status_says_whether_both_are_within_the_rule(own, capsys):
     assert main(["compare", "sdpa", "own_attention:same", *SMALL]) == 0
     out = capsys.readouterr().out
     assert "They err alike" in out and "inputs: random, bfloat16, causal, on cpu" in out
-    assert "not tried: no mask, another scale, fewer heads of keys (--kv-heads), masks, win" in out
+    assert "not tried: no mask, another scale, fewer heads of keys (--kv-heads), other masks" in out
     assert main(["compare", "sdpa", "own_attention.py:broken", *SMALL]) == 1
     assert "not finite" in capsys.readouterr().out
     how = ["compare", "FA2", "own_attention:scaled", "--table", "t.csv", "--figure", "f.png"]

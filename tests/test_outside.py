@@ -246,7 +246,7 @@ def test_the_page_for_people_who_write_kernels_runs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(
         safetensors.torch, "save_file",
-        lambda tensors, name, about: save_file(tensors, tmp_path / name, about),
+        lambda tensors, name: save_file(tensors, tmp_path / name),
     )  # fmt: skip
     page = (Path(__file__).resolve().parent.parent / "book" / "write_kernels.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -254,8 +254,8 @@ def test_the_page_for_people_who_write_kernels_runs(tmp_path, monkeypatch):
     names = {"training_step": training_step}
     for block in blocks:
         exec(block, names)
-    mine = contenders.read(tmp_path / "mine.safetensors")
-    assert torch.equal(torch.stack([mine.q, mine.k, mine.v, mine.do]), x) and mine.causal
+    mine = contenders.read(tmp_path / "mine.safetensors", causal=True)
+    assert torch.equal(torch.stack([mine.q, mine.k, mine.v, mine.do]), x)
     assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
     q, k, v, do = (x[0, 0] for x in inputs(shape=(1, 1, 160, 32)))
     rows = slice(96, 160)

@@ -10,6 +10,7 @@ Functions and inputs, with their shapes: `lowprec.diagnose.contenders`.
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ import torch
 
 from lowprec import UserError
 from lowprec.attention.inputs import for_queries
+from lowprec.attention.masks import Mask
 from lowprec.attention.reference import oracle
 from lowprec.diagnose import drift
 from lowprec.diagnose.contenders import Inputs, of_policy, plain
@@ -91,6 +93,7 @@ def run(call: Callable, inputs: Inputs, name: str = "A") -> dict[str, torch.Tens
     leaves = [_laid(x).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     shared = dict(enable_gqa=True) if inputs.k.shape[1] < inputs.q.shape[1] else {}
     how = dict(is_causal=inputs.causal, scale=inputs.scale, **shared)
+    how |= {} if inputs.mask is None else dict(attn_mask=inputs.mask)
     try:
         o = call(*leaves, **how)
         if not isinstance(o, torch.Tensor) or o.shape != inputs.q.shape:
@@ -107,7 +110,9 @@ def run(call: Callable, inputs: Inputs, name: str = "A") -> dict[str, torch.Tens
         raise UserError(f"{error}" if name in str(error) else f"{name}: {error}") from None
     except (Exception, SystemExit) as error:  # whatever a user's function raises
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
-        given = ", ".join(f"{key}={value}" for key, value in how.items())
+        given = ", ".join(
+            f"{key}={'mask' if key == 'attn_mask' else value}" for key, value in how.items()
+        )
         raise UserError(
             f"{name} fails on {inputs.name} ({words}); it is called as PyTorch's "
             f"scaled_dot_product_attention: f(q, k, v, {given})"
@@ -134,8 +139,10 @@ class Exact:
                 "float32 or fewer bits"
             )
         self.inputs, self.fmt = inputs, Format.parse(str(inputs.q.dtype).removeprefix("torch."))
-        tensors, how = (inputs.q, inputs.k, inputs.v), (inputs.causal, inputs.scale)
-        t = oracle(*tensors, *how, do=inputs.do)
+        tensors = (inputs.q, inputs.k, inputs.v)
+        mask = Mask(causal=inputs.causal, dense=inputs.mask)
+        exact = functools.partial(oracle, scale=inputs.scale, mask=mask)
+        t = exact(*tensors, do=inputs.do)
         key = for_queries(inputs.k.double(), inputs.q.shape[1])
         self.mean_key = torch.nn.functional.normalize(key.mean(2, keepdim=True), dim=-1)
         self.weighted = t.p_bwd @ key
@@ -144,7 +151,7 @@ class Exact:
         g, moved = torch.Generator().manual_seed(0), dict.fromkeys(OF, 0)
         for _ in range(draws):
             q, k, v, do = (self._moved(x, g) for x in (*tensors, inputs.do))
-            t = oracle(q, k, v, *how, do=do)
+            t = exact(q, k, v, do=do)
             for of, x in zip(OF, (t.o, t.dq, t.dk, t.dv, self._delta(t.delta)), strict=True):
                 moved[of] = moved[of] + (x - self.right[of]).square().sum(-1) / draws
         found = run(plain, inputs, "a plain attention")

@@ -1,11 +1,12 @@
 """What a comparison compares, and on what: attention functions by name, and inputs.
 
 A function is called as PyTorch's scaled_dot_product_attention is, f(q, k, v, is_causal=, scale=),
-with enable_gqa=True where keys have fewer heads than queries, and on what a model hands over,
-view(B, T, H, D).transpose(1, 2). `drawn` makes inputs, `captures` are
-those of `data/captures`, and `read` and `write` keep them in safetensors.
+with enable_gqa=True where keys have fewer heads than queries and attn_mask= of inputs with a mask,
+and on what a model hands over, view(B, T, H, D).transpose(1, 2). `drawn` makes inputs, `captures`
+are those of `data/captures`, and `read` and `write` keep them in safetensors.
 
-Shapes: q, do (B, H, T, D); k, v (B, H', S, D), where H' divides H, and S = T if causal.
+Shapes: q, do (B, H, T, D); k, v (B, H', S, D), where H' divides H, and S = T if causal; mask is
+boolean, True where a query sees a key, (B or 1, H or 1, T or 1, S or 1).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lowprec import UserError
 from lowprec.attention import attention
 from lowprec.attention.inputs import causal_mask, check_inputs, for_queries
+from lowprec.attention.masks import Mask, fitting
 from lowprec.numerics.policy import NAMES, PrecisionPolicy
 from lowprec.records import files
 from lowprec.training.capture import Capture
@@ -54,19 +56,23 @@ class Inputs:
     do: torch.Tensor
     causal: bool
     scale: float
+    mask: torch.Tensor | None = None
+    """in place of causal"""
 
     def to(self, device) -> Inputs:
         moved = (x.to(device) for x in (self.q, self.k, self.v, self.do))
-        return Inputs(self.name, *moved, self.causal, self.scale)
+        mask = None if self.mask is None else self.mask.to(device)
+        return Inputs(self.name, *moved, self.causal, self.scale, mask)
 
 
 # Functions
 
 
-def plain(q, k, v, is_causal=False, scale=None, **_):
+def plain(q, k, v, attn_mask=None, is_causal=False, scale=None, **_):
     """Attention in the dtype of q, each step a tensor: what a model in eager mode does."""
     k, v = (for_queries(x, q.shape[1]) for x in (k, v))
     seen = causal_mask(q.shape[2], k.shape[2], q.device, is_causal)
+    seen = seen if attn_mask is None else seen & attn_mask
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return (scale * (q @ k.mT)).masked_fill(~seen, -math.inf).softmax(-1) @ v
 
@@ -74,8 +80,9 @@ def plain(q, k, v, is_causal=False, scale=None, **_):
 def of_policy(policy) -> Callable:
     """The emulation of a policy, with PyTorch's signature."""
 
-    def call(q, k, v, is_causal=False, scale=None, **_):
-        return attention(q, k, v, policy, is_causal, scale, impl="emulate")
+    def call(q, k, v, attn_mask=None, is_causal=False, scale=None, **_):
+        mask = Mask(causal=is_causal, dense=attn_mask)
+        return attention(q, k, v, policy, scale=scale, impl="emulate", mask=mask)
 
     call.policy = PrecisionPolicy.parse(policy)
     return call
@@ -202,10 +209,10 @@ def _paths() -> dict[str, Path]:
 
 
 def read(path, causal: bool | None = None) -> Inputs:
-    """The inputs of a safetensors file with q, k, v and do, or of a capture.
+    """The inputs of a safetensors file with q, k, v and do, perhaps a mask, or of a capture.
 
     Its metadata may have `causal` and `scale`, in JSON: true, 0.125. causal: where it has not, and
-    then it must be given; it must not be another than they say.
+    then it must be given, but beside a mask, which says all; it must not be another than they say.
     Raises `UserError` naming the file.
     """
     path = Path(path)
@@ -220,6 +227,7 @@ def read(path, causal: bool | None = None) -> Inputs:
         with safe_open(path, "pt") as file:
             about, names = file.metadata() or {}, list(file.keys())
             tensors = {n: file.get_tensor(n) for n in ("q", "k", "v", "do") if n in names}
+            mask = file.get_tensor("mask") if "mask" in names else None
     except (SafetensorError, OSError) as error:
         raise UserError(f"--on: {path} cannot be read as safetensors ({error})") from None
     if lacking := [n for n in ("q", "k", "v", "do") if n not in tensors]:
@@ -228,16 +236,31 @@ def read(path, causal: bool | None = None) -> Inputs:
             + ", ".join(names[:5] + ["…"] * (len(names) > 5))
         )
     try:
-        causal, scale = _said(about, causal)
+        masked = mask is not None and causal is None and "causal" not in about
+        causal, scale = _said(about, False if masked else causal)
         scale = check_inputs(*(tensors[n] for n in "qkv"), causal, scale, tensors["do"])
         if (ours := tensors["q"].shape[3]) != (theirs := tensors["v"].shape[3]):
             raise UserError(f"v and do must have q's head_dim, {ours}, not {theirs}")
         for n, x in tensors.items():
             if not x.float().isfinite().all():
                 raise UserError(f"{n} has numbers that are not finite; take other inputs")
+        if mask is not None:
+            mask = _masked(mask, causal, tensors["q"], tensors["k"])
     except UserError as error:
         raise UserError(f"--on: {path}: {error}") from None
-    return Inputs(path.stem, *tensors.values(), causal, scale)
+    return Inputs(path.stem, *tensors.values(), causal, scale, mask)
+
+
+def _masked(mask, causal, q, k):
+    """A mask of a file, of four dimensions."""
+    if causal:
+        raise UserError("it has a mask, and causal=true: put what is causal into the mask")
+    if mask.dtype != torch.bool:
+        raise UserError(f"its mask is boolean, True where a query sees a key, not {mask.dtype}")
+    mask = fitting("its mask", mask, q, k)
+    if not mask.any(-1).all():
+        raise UserError("its mask shows no key to some query: what attention is there, none agree")
+    return mask
 
 
 def _said(about: dict, causal) -> tuple[bool, float | None]:
@@ -262,6 +285,7 @@ def write(inputs: Inputs, path, **about: str) -> None:
     """Write inputs as `read` reads them, and any reader of safetensors; about: what else its header
     says."""
     tensors = {n: getattr(inputs, n).cpu().contiguous() for n in ("q", "k", "v", "do")}
+    tensors |= {} if inputs.mask is None else {"mask": inputs.mask.cpu().contiguous()}
     about |= dict(causal=inputs.causal, scale=inputs.scale, name=inputs.name)
     content = save(tensors, {name: json.dumps(value) for name, value in about.items()})
     files.write_atomic(Path(path), lambda file: file.write(content))
