@@ -238,11 +238,15 @@ def test_centred_keys_give_the_same_attention_and_a_dk_without_a_mean():
 def test_the_page_for_people_who_write_kernels_runs(tmp_path, monkeypatch):
     """Its loop is dQ of the policy and the delta that dK takes; what it says of a capture holds;
     what it keeps of a training step is what attention got."""
-    x = torch.randn(4, 2, 16, 3, 8, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
-    given, gradient = x[:3].clone().requires_grad_(), x[3]
+    x = torch.randn(3, 2, 16, 3, 8, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
+    given, first = x.clone().requires_grad_(), []
 
     def training_step():
-        torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True).backward(gradient)
+        for qkv in (given, first * 3):  # two layers
+            o = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+            o.retain_grad()
+            first.append(o)
+        o.square().sum().backward()
 
     monkeypatch.setattr(
         safetensors.torch, "save_file",
@@ -255,7 +259,8 @@ def test_the_page_for_people_who_write_kernels_runs(tmp_path, monkeypatch):
     for block in blocks:
         exec(block, names)
     mine = contenders.read(tmp_path / "mine.safetensors", causal=True)
-    assert torch.equal(torch.stack([mine.q, mine.k, mine.v, mine.do]), x)
+    assert torch.equal(torch.stack([mine.q, mine.k, mine.v]), x)
+    assert torch.equal(mine.do, first[0].grad)
     assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
     q, k, v, do = (x[0, 0] for x in inputs(shape=(1, 1, 160, 32)))
     rows = slice(96, 160)
