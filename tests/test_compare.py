@@ -521,10 +521,21 @@ def test_attention_with_a_mask_is_compared_under_it(tmp_path, own, capsys):
     assert "bfloat16, with a mask, on" in out and "\nnot tried: biases\n" in out
 
 
+@pytest.mark.parametrize("window", [1, 2, 8])
+def test_in_fp32_rows_that_see_few_keys_are_no_fault(window):
+    """There a plain attention errs by next to nothing."""
+    inputs, wrong = [], lambda q, k, v, **how: 1.0001 * scaled_dot_product_attention(q, k, v, **how)
+    for seed in range(4):
+        some = contenders.drawn((1, 4, 96, 32), None, False, seed, torch.float32)
+        inputs.append(dataclasses.replace(some, mask=near(window=window, padding=0)[:1]))
+    table = compare.measure({"A": scaled_dot_product_attention, "B": wrong}, inputs)
+    assert (table.who[table.large] == "B").all() and table.large[table.who == "B"].any()
+
+
 @pytest.mark.parametrize(
     "mask, about, words",
     [
-        (near(), {"causal": "true"}, "put what is causal into the mask"),
+        (near(), {"causal": "true"}, "put what is causal into that"),
         (near().float(), {}, "is boolean, True where a query sees a key, not torch.float32"),
         (near()[:, :, :95], {}, "its mask of shape .* does not broadcast to"),
         (near() & (torch.arange(96) > 4), {}, "shows no key to some query"),

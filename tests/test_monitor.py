@@ -1089,6 +1089,53 @@ def test_sequences_padded_on_the_left_are_passed_over(hub, sequences, floats):
         assert times * table[name].to_numpy() == pytest.approx(alone[name].to_numpy(), rel=1e-3)
 
 
+LOWER_32 = torch.ones(32, 32, dtype=torch.bool).tril()
+
+
+def of_lengths(*spans):
+    """A causal mask (B, 1, 32, 32) of sequences that begin and end at these tokens."""
+    first, end = torch.tensor(spans).T[..., None]
+    kept = (torch.arange(32) >= first) & (torch.arange(32) < end)
+    return LOWER_32 & kept[:, None, None]
+
+
+def made_visible(mask):
+    """With rows that see no key made to see all."""
+    return mask | ~mask.any(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "mask, keys, rows",
+    [
+        (torch.ones(0, 1, 32, 32, dtype=torch.bool), None, []),
+        (torch.ones(4, 1, 0, 0, dtype=torch.bool), None, [0]),
+        (torch.tensor(True), None, [0]),
+        (made_visible(of_lengths((0, 22), (5, 32), (0, 32), (0, 12))), None, [2]),
+        (made_visible(of_lengths((0, 22), (5, 32), (0, 30), (0, 12)))[:, 0], None, [2]),
+        (of_lengths((0, 3), (0, 30), (0, 30), (0, 30)) | of_lengths((3, 32)), None, [0]),
+        (None, [[0, 9], [0, 20], [2, 32], [0, 1]], [1]),
+        (of_lengths((0, 32), (0, 5), (0, 32), (0, 32)), [[0, 9], [0, 20], [2, 32], [0, 1]], [0]),
+    ],
+)
+def test_which_sequence_is_measured(mask, keys, rows):
+    keys = None if keys is None else torch.tensor(keys)
+    count = 4 if mask is None or not mask.dim() else len(mask)
+    assert watch._fullest(mask, keys, count, 1, 512) == rows
+
+
+def test_of_packed_sequences_the_one_with_the_longest_first_document_is_measured():
+    second = torch.arange(32) >= torch.tensor([3, 30, 31, 30])[:, None]
+    mask = (LOWER_32 & (second[:, None] == second[..., None]))[:, None]
+    assert watch._fullest(mask, None, 4, 1, 512) == [2]
+    assert watch._fullest(mask, None, 4, 4, 512) == [1, 2, 3]
+
+
+def test_positions_of_several_axes_are_left_whole():
+    taken = watch._taken([1], 4)
+    assert taken(torch.zeros(3, 4, 32)).shape == (3, 4, 32) and taken(None) is None
+    assert taken(torch.zeros(4, 32)).shape == (1, 32)
+
+
 def test_a_range_of_keys_that_hides_the_first_token_of_some(hub):
     class Padded(Plain):
         def forward(self, x):

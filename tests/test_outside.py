@@ -242,7 +242,8 @@ def test_the_page_for_people_who_write_kernels_runs(tmp_path, monkeypatch):
     given, first = x.clone().requires_grad_(), []
 
     def training_step():
-        for qkv in (given, first * 3):  # two layers
+        for layer in range(2):
+            qkv = first * 3 if layer else given
             o = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
             o.retain_grad()
             first.append(o)

@@ -254,7 +254,7 @@ def read(path, causal: bool | None = None) -> Inputs:
 def _masked(mask, causal, q, k):
     """A mask of a file, of four dimensions."""
     if causal:
-        raise UserError("it has a mask, and causal=true: put what is causal into the mask")
+        raise UserError("it has a mask: put what is causal into that, and leave causal out")
     if mask.dtype != torch.bool:
         raise UserError(f"its mask is boolean, True where a query sees a key, not {mask.dtype}")
     mask = fitting("its mask", mask, q, k)

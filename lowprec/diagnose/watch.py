@@ -139,7 +139,7 @@ class Watch:
         k, v = (x.expand(len(q), -1, -1, -1) if len(x) == 1 else x for x in (k, v))
         dense = how.get("dense") if mask is None else mask
         rows = _fullest(dense, how.get("keys"), len(q), self.sequences, self.length)
-        count, of_rows = len(rows), _taken(rows)
+        count, of_rows = len(rows), _taken(rows, len(q))
         mask, window = _said(of_rows(mask), causal, q, k, of_rows, how)
         length = plain_length(mask, causal, q, k, window, of_rows(how.get("position_ids")))
         if isinstance(length, str):
@@ -242,21 +242,27 @@ def _fullest(mask, keys, count: int, sequences: int, length: int) -> list[int]:
     """The sequences to measure: of those whose first two tokens are seen, as others are padded on
     the left or have one, as many as have the most tokens together, where each is cut to the
     shortest; the first ones where that is the same for all."""
-    ends = None
+    ends = []
     if keys is not None:
-        ends = keys[:, 1].where((keys[:, 0] == 0) & (keys[:, 1] > 1), 0)
-    elif torch.is_tensor(mask):
-        i, j = (min(n, 2) - 1 for n in mask.shape[-2:])
-        begun = mask[:, : j + 1] if mask.dim() == 2 else mask[..., i, : j + 1].flatten(1)
-        own = mask  # of each token: whether it is seen, by itself where tokens differ in that
-        if mask.dim() > 2:
-            own = mask[..., 0, :] if i == 0 else mask.diagonal(dim1=-2, dim2=-1)
-            own = own.reshape(len(own), -1, own.shape[-1])
+        ends.append(keys[:, 1].where((keys[:, 0] == 0) & (keys[:, 1] > 1), 0))
+    if torch.is_tensor(mask) and mask.dim() > 1 and mask.numel():
         added = mask.is_floating_point() and mask.dim() > 2
-        begun, own = (x > NOTHING if added else x.bool() for x in (begun, own))
-        own = own if own.dim() == 2 else own.all(1)
-        ends = own.int().cumprod(1).sum(1).where(begun.all(1), 0)
-    ends = [0] if ends is None or len(ends) != count else ends.clamp(max=length).tolist()
+
+        def shown(part):
+            part = part > NOTHING if added else part.bool()
+            return part.reshape(len(part), -1, part.shape[-1]).all(1)
+
+        if mask.dim() == 2 or mask.shape[-2] == 1:
+            own = shown(mask if mask.dim() == 2 else mask[..., 0, :])
+            begun = own[:, :2].all(1)
+        else:  # a token counts that sees itself and the first
+            own = shown(mask.diagonal(dim1=-2, dim2=-1))
+            own = own & shown(mask[..., : own.shape[1], 0])
+            ahead = shown(mask[..., 0, 1:2]).any(1)  # some by padding whose rows are made visible
+            begun = shown(mask[..., 1, :2]).all(1) & (~ahead | ahead.all())
+        ends.append(own.int().cumprod(1).sum(1).where(begun, 0))
+    ends = [x.long() for x in ends if len(x) == count]
+    ends = torch.stack(ends).amin(0).clamp(max=length).tolist() if ends else []
     if not any(ends):
         return list(range(count))[:sequences]
     order = sorted((i for i in range(count) if ends[i]), key=lambda i: -ends[i])[:sequences]
@@ -264,10 +270,10 @@ def _fullest(mask, keys, count: int, sequences: int, length: int) -> list[int]:
     return sorted(order[: most + 1])
 
 
-def _taken(rows: list[int]):
-    """A function that takes these sequences of a tensor, and leaves one that is for all."""
+def _taken(rows: list[int], count: int):
+    """A function that takes these of `count` sequences of a tensor, and leaves what is for all."""
     some = slice(len(rows)) if rows == list(range(len(rows))) else rows
-    return lambda x: x[some] if torch.is_tensor(x) and len(x) > 1 else x
+    return lambda x: x[some] if torch.is_tensor(x) and x.dim() and len(x) == count else x
 
 
 def _said(mask, causal, q, k, of_rows, how):
