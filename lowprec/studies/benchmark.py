@@ -477,7 +477,7 @@ def main() -> None:
     args = parser.parse_args()
     path = new_path(args.folder)
     result = record(args.tests, not args.no_sweep, args.released)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(result, separators=(",", ":")) + "\n")
     for row in result["cases"]:
         name = " ".join(str(row[k]) for k in ("impl", "policy", "tile", "seqlen", "head_dim"))
         print(f"{name:60} {row['forward_ms']:.3f} {row['backward_ms']:.3f} ms")
