@@ -521,6 +521,31 @@ def test_attention_with_a_mask_is_compared_under_it(tmp_path, own, capsys):
     assert "bfloat16, with a mask, on" in out and "\nnot tried: biases\n" in out
 
 
+def documents(n=256, length=8):
+    """Causal attention within documents of so many tokens."""
+    at = torch.arange(n) // length
+    return (at[:, None] == at) & torch.ones(n, n, dtype=torch.bool).tril()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("who", ["efficient", "cudnn", "math", "sdpa"])
+def test_kernels_of_pytorch_are_right_under_masks_on_a_gpu(who, dtype):
+    if who == "cudnn" and dtype == torch.float32:
+        pytest.skip("cuDNN has no FP32 attention")
+    call, inputs = contenders.function(who), []
+    for seed, mask in enumerate((near(256, 64, 32)[1:], documents()[None, None])):
+        some = contenders.drawn((1, 4, 256, 64), None, False, seed, dtype)
+        inputs.append(dataclasses.replace(some, mask=mask).to("cuda"))
+
+    def more(q, k, v, attn_mask=None, **how):
+        wider = attn_mask | attn_mask.roll(1, -2).tril()
+        return call(q, k, v, attn_mask=wider, **how)
+
+    assert not len(compare.outside(compare.measure({"A": call}, inputs)))
+    assert set(compare.outside(compare.measure({"B": more}, inputs)).of) >= {"O", "dQ"}
+
+
 @pytest.mark.parametrize("window", [1, 2, 8])
 def test_in_fp32_rows_that_see_few_keys_are_no_fault(window):
     """There a plain attention errs by next to nothing."""
