@@ -192,7 +192,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="where the dated record goes")
     path = benchmark.new_path(parser.parse_args().folder)
-    path.write_text(json.dumps(record(), indent=1) + "\n")
+    path.write_text(json.dumps(record(), separators=(",", ":")) + "\n")
     print(path)
 
 

@@ -281,12 +281,13 @@ def record_products(folder, device):
                 result = compare_product(inner, device=device, positive=positive)
                 found.append({"reduced_precision_reduction": reduced, **result})
                 print(found[-1])
-    (folder / "products.json").write_text(json.dumps(about | {"products": found}, indent=1) + "\n")
+    write_about(folder, "products", about | {"products": found})
 
 
 def write_about(folder, name, about):
     """Write `name.json`, one line a key: readable, and still small with many seeds."""
-    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items())
+    compact = functools.partial(json.dumps, separators=(",", ":"))
+    lines = ",\n".join(f" {compact(key)}: {compact(value)}" for key, value in about.items())
     (Path(folder) / f"{name}.json").write_text("{\n" + lines + "\n}\n")
 
 
