@@ -79,14 +79,14 @@ def read_table(campaign: str) -> pd.DataFrame:
 
 
 def by_reading(heads: pd.DataFrame, ends: pd.Series) -> pd.DataFrame:
-    """A row a run and step: onset or end, heads that ring by either rule, and the largest numbers
-    of a head. heads: of `read_table`; ends: steps by run."""
+    """A row a run and step: its onset or last step, heads that ring by either rule, and the largest
+    number of any head in each. heads: of `read_table`; ends: steps by run."""
     found = heads.assign(common=heads.common.abs()).groupby(["run", "step"], as_index=False)
     found = found.agg(
         before=("before", "sum"), now=("alarm", "sum"), share=("share", "max"),
         key_share=("key_share", "max"), common=("common", "max"),
     )  # fmt: skip
-    found.insert(1, "onset", found.run.map(ends))
+    found.insert(1, "end", found.run.map(ends))
     names = {"common": "mean score", "key_share": "mean key", "before": "rang before"}
     return found.rename(columns=names | {"now": "ring now"})
 
