@@ -95,6 +95,21 @@ def test_other_roundings_are_no_fault(name, inputs):
     assert "within rounding" in compare.verdict(table)
 
 
+@pytest.mark.parametrize(("times", "error"), [(1.5, "O errs"), (float("nan"), "not finite")])
+def test_a_fault_of_the_second_run_alone_is_found(times, error, inputs):
+    runs = []
+
+    def first_right(q, k, v, **how):
+        runs.append(1)
+        return (times if len(runs) > 1 else 1) * scaled_dot_product_attention(q, k, v, **how)
+
+    table = one(first_right, inputs)
+    assert set(table.of[table.large]) == {"O", "dQ", "dK", "dV"}
+    words = compare.verdict(table)
+    assert "within rounding" not in words and error in words
+    assert "not deterministic" in words and "nan" not in words
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_of_a_policy_coarser_than_the_inputs_that_is_said(dtype):
     some = contenders.drawn((1, 2, 64, 32), dtype=dtype)

@@ -211,6 +211,15 @@ class Exact:
             errors["δ"] = -(errors["dQ"] * unit).sum(-1, keepdim=True) / self.inputs.scale
         return errors
 
+    def worse(self, found: dict, again: dict) -> dict[str, torch.Tensor]:
+        """Of two runs each quantity of the one that errs more in it, or that is not finite."""
+
+        def errs(of, x):
+            return (x - self.right[of]).norm().nan_to_num(math.inf)
+
+        return {of: y if errs(of, y) > errs(of, x) else x
+                for (of, x), y in zip(found.items(), again.values(), strict=True)}  # fmt: skip
+
     def _share(self, of, error) -> float:
         return (error.norm() / (self.right[of].norm() or 1.0)).item()
 
@@ -259,13 +268,13 @@ def _over(a: float, b: float) -> float:
 def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, twice=True):
     """How functions err on inputs: a row an input, function and quantity, columns as in COLUMNS.
 
-    functions: who -> call. twice: run each twice; `.attrs["unsteady"]` has (who, input, of,
-    relative difference) of what differs. `.attrs["forward"]` has who gives no gradients,
-    `.attrs["coarse"]` who has a format coarser than the inputs', as a policy or in all of O, and
-    which, `.attrs["overflows"]` the inputs on which a plain attention does, so that `FA2` in their
-    dtype is the yardstick, and `.attrs["noise"]` (input, gradients) that are 0 but for noise and
-    left out, and `.attrs["masked_fp32"]` inputs in FP32 with a mask. Raises `UserError` where that
-    yardstick overflows as well.
+    functions: who -> call. twice: run each twice, and judge of what differs the run that errs more;
+    `.attrs["unsteady"]` has (who, input, of, relative difference) of that. `.attrs["forward"]` has
+    who gives no gradients, `.attrs["coarse"]` who has a format coarser than the inputs', as a
+    policy or in all of O, and which, `.attrs["overflows"]` the inputs on which a plain attention
+    does, so that `FA2` in their dtype is the yardstick, and `.attrs["noise"]` (input, gradients)
+    that are 0 but for noise and left out, and `.attrs["masked_fp32"]` inputs in FP32 with a mask.
+    Raises `UserError` where that yardstick overflows as well.
     """
     rows, unsteady, forward, coarse, overflows, noise, masked = [], [], [], {}, [], [], []
     for some in inputs:
@@ -278,9 +287,9 @@ def measure(functions: dict[str, Callable], inputs: Iterable[Inputs], draws=3, t
             fmt = _coarsest(call) or _of_all(found["O"], exact._stored(exact.right["O"]))
             if fmt is not None and fmt.significand_bits < exact.fmt.significand_bits:
                 coarse[who] = fmt.name
-            rows += exact.rows(who, found)
-            forward += [who] * ("dQ" not in found and who not in forward)
             again = run(call, some, who) if twice else found
+            rows += exact.rows(who, exact.worse(found, again))
+            forward += [who] * ("dQ" not in found and who not in forward)
             unsteady += [
                 (who, some.name, of, exact._share(of, again[of] - x))
                 for of, x in found.items()
@@ -393,10 +402,12 @@ def verdict(table: pd.DataFrame, names: dict[str, str] | None = None) -> str:
         said.append(f"{call[who]} gives no gradients, so only its forward pass was compared.")
     for who in call:
         if differs := [entry for entry in table.attrs["unsteady"] if entry[0] == who]:
-            _, where, of, share = max(differs, key=lambda entry: entry[3])
+            differs.sort(key=lambda entry: np.nan_to_num(entry[3], nan=math.inf))
+            _, where, of, share = differs[-1]
+            by = f" by {share:.2g} of its norm" if math.isfinite(share) else ""
             said.append(
-                f"{call[who]} is not deterministic: two runs on the same inputs differ, in {of} by "
-                f"{share:.2g} of its norm ({where})."
+                f"{call[who]} is not deterministic: two runs on the same inputs differ, in "
+                f"{of}{by} ({where})."
             )
     return "\n".join(said)
 
