@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import re
+import resource
 import sys
 import threading
 from types import SimpleNamespace
@@ -925,6 +926,30 @@ def test_the_file_has_a_line_a_step_and_head_and_an_alarm_is_said_once(hub, tmp_
     of_hub(model, tokens())().backward()
     goes_on.step()
     assert pd.read_json(path, lines=True).step.tolist()[-4:] == [4] * 4
+
+
+def test_a_full_disk_or_a_line_that_was_cut_off_spoils_no_other_line(hub, tmp_path, caplog):
+    """A limit on the size of files stands in for the disk: the write comes back in the middle."""
+    model, path = llama(hub), tmp_path / "m.jsonl"
+    with Monitor(model, every=1, path=path) as monitor:
+        of_hub(model, tokens(1, 32))().backward()
+        monitor.step()
+        whole, before = path.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+        of_hub(model, tokens(1, 32))().backward()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 100, before[1]))
+        try:
+            with caplog.at_level(logging.WARNING, "lowprec.monitor"):
+                assert len(monitor.step()) == 8
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "step 1: cannot write: " in caplog.text and path.read_text() == whole
+    path.write_text(whole + '{"step": 1, "lay')
+    with Monitor(model, every=1, path=path, step=2) as monitor:
+        of_hub(model, tokens(1, 32))().backward()
+        monitor.step()
+    lines = path.read_text().splitlines()
+    assert lines[8] == '{"step": 1, "lay' and len(lines) == 17
+    assert [json.loads(line)["step"] for line in lines[:8] + lines[9:]] == [0] * 8 + [2] * 8
 
 
 def test_numbers_that_are_not_finite_are_null_and_end_no_training(tmp_path, caplog):

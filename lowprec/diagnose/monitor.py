@@ -252,9 +252,7 @@ class Monitor:
         self.ringing = heads
         try:
             if self.path:
-                lines = [json.dumps(_plain(row)) for row in table.to_dict("records")]
-                with open(self.path, "a") as file:
-                    file.write("\n".join(lines) + "\n")
+                _append(self.path, [json.dumps(_plain(row)) for row in table.to_dict("records")])
             if self.writer is not None:
                 _scalars(self.writer, step, table)
         except OSError as error:  # a full disk does not end a training
@@ -315,6 +313,21 @@ def _plain(row: dict) -> dict:
         name: (float(f"{x:.6g}") if math.isfinite(x) else None) if isinstance(x, float) else x
         for name, x in row.items()
     }
+
+
+def _append(path: Path, lines: list[str]) -> None:
+    """Write lines behind those of a file, all or none; the last of those may have been cut off."""
+    with open(path, "a+b", buffering=0) as file:
+        size = file.tell()
+        file.seek(max(0, size - 1))
+        begin = "" if file.read() in (b"", b"\n") else "\n"
+        content = memoryview((begin + "\n".join(lines) + "\n").encode())
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def _last(path: Path) -> float:
