@@ -412,7 +412,8 @@ def compare(argv: list[str]) -> int:
         kinds = {True: "causal", False: "not causal", None: "with a mask"}
         masked = sorted({kinds[None if x.mask is not None else x.causal] for x in inputs})
         of = sorted({str(x.q.dtype).removeprefix("torch.") for x in inputs})
-        print(f"inputs: {on}, {' or '.join(of)}, {' or '.join(masked)}, on {place}")
+        sizes = " or ".join(sorted({two.sizes(x) for x in inputs}))
+        print(f"inputs: {on}, {' or '.join(of)}, {' or '.join(masked)}, on {place}, {sizes}")
         more = f"{'no mask' if causal else '--causal'}, another scale, " * (on == "random")
         more += "fewer heads of keys (--kv-heads), " * (on == "random" and kv_heads is None)
         more += "other masks, windows, " if inputs[0].mask is None else ""

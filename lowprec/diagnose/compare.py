@@ -349,6 +349,12 @@ def most(table: pd.DataFrame) -> pd.DataFrame:
     return some.loc[order.sort_values().index].drop(columns="place")
 
 
+def sizes(inputs: Inputs) -> str:
+    """Of inputs in words: a file in another layout, such as (B, T, H, D), is known by them."""
+    heads, tokens = inputs.q.shape[1:3]
+    return f"{heads:,} head{'s' * (heads > 1)} of {tokens:,} token{'s' * (tokens > 1)}"
+
+
 def shown(table: pd.DataFrame) -> str:
     """`most` of a table as aligned text."""
     lines = [("of", "who", "error", "× plain", "worst row", "signed", "× one ulp", "input")]
