@@ -463,6 +463,13 @@ def test_float64_cannot_be_judged():
         compare.measure({"A": scaled_dot_product_attention}, [some])
 
 
+def test_eight_bits_cannot_be_judged(inputs):
+    tensors = {n: getattr(inputs, n).to(torch.float8_e4m3fn) for n in ("q", "k", "v", "do")}
+    some = dataclasses.replace(inputs, **tensors)
+    with pytest.raises(UserError, match="seed 3 is torch.float8_e4m3fn: take bfloat16, float16 or"):
+        compare.measure({"A": scaled_dot_product_attention}, [some])
+
+
 def test_plain_attention_is_attention():
     some = contenders.drawn((1, 2, 32, 16), dtype=torch.float32)
     o = contenders.plain(some.q, some.k, some.v, is_causal=True)
@@ -708,6 +715,8 @@ def test_inputs_lie_on_the_device_that_is_asked_for(device, monkeypatch, capsys)
         (["sdpa", "own_attention:raises"], "B fails on random.*TypeError.*is_causal"),
         (["own_attention:short", "sdpa"], "A must return O of shape"),
         (["sdpa", "math", "--on", "none.safetensors"], "--on: there is no none.safetensors"),
+        (["sdpa", "math", "--on", "."], "--on: . is a folder"),
+        (["sdpa", "math", "--seed", f"{2**64}"], "seed=18446744073709551616 must be from 0 to"),
         (["sdpa", "math", "--on", "captures", "--seed", "1"], "--seed are of random inputs"),
         (["sdpa", "math", "--on", "captures", "--no-causal"], "the captures are causal"),
         (["sdpa", "math", "--causal", "--no-causal"], "one of --causal and --no-causal"),

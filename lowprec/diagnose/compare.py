@@ -21,7 +21,7 @@ import scipy
 import torch
 
 from lowprec import UserError
-from lowprec.attention.inputs import for_queries
+from lowprec.attention.inputs import DTYPES, for_queries
 from lowprec.attention.masks import Mask
 from lowprec.attention.reference import oracle
 from lowprec.diagnose import drift
@@ -139,6 +139,8 @@ class Exact:
                 f"{inputs.name} is float64, and so is the attention it would be held against: take "
                 "float32 or fewer bits"
             )
+        if inputs.q.dtype not in DTYPES:
+            raise UserError(f"{inputs.name} is {inputs.q.dtype}: take bfloat16, float16 or float32")
         self.inputs, self.fmt = inputs, Format.parse(str(inputs.q.dtype).removeprefix("torch."))
         tensors = (inputs.q, inputs.k, inputs.v)
         mask = Mask(causal=inputs.causal, dense=inputs.mask)
