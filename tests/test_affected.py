@@ -405,6 +405,9 @@ def test_the_command(hub, tmp_path, capsys):
     assert len(table) == 9 and table[0].split(",") == list(affected.COLUMNS)
     assert __main__.main([*words[:2], "--text", str(tmp_path / "none.txt")]) == 2
     assert "there is no text" in capsys.readouterr().err
+    assert __main__.main([*words[:2], "--text", "the text itself\n" * 1000]) == 2
+    error = capsys.readouterr().err
+    assert error == "lowprec: there is no text the text itself; name a file\n"
 
 
 def test_weights_of_a_folder_are_read(hub, tmp_path):

@@ -249,8 +249,12 @@ def tokens(text, folder, vocab_size, sequences, length, seed) -> tuple[torch.Ten
             words += ": noise to a model that has another, so give it a text"
         return ids % vocab_size, words
     text = Path(text)
-    if not text.is_file():
-        raise UserError(f"there is no text {text}; name a file")
+    try:
+        there = text.is_file()
+    except OSError:  # too long for a name: the text itself
+        there = False
+    if not there:
+        raise UserError(f"there is no text {str(text).partition(chr(10))[0]:.200}; name a file")
     ids, how = _beginning(text, sequences * length, folder, vocab_size)
     ids = torch.tensor(ids)
     # of a short text fewer sequences, and not much shorter ones, whose rows would see few keys
