@@ -13,10 +13,11 @@ from lowprec import UserError
 from lowprec.attention import PROBE_COLUMNS, attention, operator, trace
 from lowprec.attention.drop_in import sdpa
 from lowprec.attention.masks import Mask, Scores
-from lowprec.attention.operator import resolve_impl, that_runs
+from lowprec.attention.operator import lacking, resolve_impl, that_runs
 from lowprec.attention.ops import flash_backward
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics import agreement
+from lowprec.numerics.formats import BF16, Format
 from lowprec.numerics.policy import ALL_FP32, FA2, LOW, PrecisionPolicy
 
 
@@ -161,6 +162,42 @@ def test_operator_is_well_formed(impl):
     )
 
 
+def test_gradients_of_bias_and_sinks_have_their_dtype():
+    q, k, v, do = family("normal", (1, 2, 16, 16))
+    bias, sinks, none = torch.zeros(1, 1, 16, 16).bfloat16(), torch.zeros(2).bfloat16(), q[:0]
+    torch.library.opcheck(
+        torch.ops.lowprec.attention_backward.default,
+        (do, q, k, v, q, none, none, none, False, True, "LOW", True, 0.25, 0, "emulate", 0, None,
+         bias, None, sinks, None, 0, 0, 0.0, 0.0),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(dict(delta_from=x) for x in ("o_fp32", "o_split", "o_redrawn", "o_prime", "dp")),
+        *(dict(delta_bias=x) for x in (0.5, -0.5)), dict(o="fp32"), dict(o="e4m3fn@token,pow2"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_operator_keeps_what_the_backward_of_the_kernels_reads(change):
+    """The trace keeps all of it. In FP16, which would lose small numbers of an 8-bit output."""
+    pytest.importorskip("triton")
+    q, k, v, do = family("tied", (1, 1, 64, 32), dtype=torch.float16)
+    inputs, policy = (q, k, v * 2.0**-22, do * 2.0**13), FA2.replace(**change)
+    t = trace(*inputs, policy, impl="triton")
+    for got, wanted in zip(run(inputs, policy, impl="triton")[1:], (t.dq, t.dk, t.dv), strict=True):
+        assert got.isfinite().all() and got.any() and torch.equal(got, wanted)
+
+
+def test_a_trace_takes_do_as_q_is_stored():
+    q, k, v, do = family("normal", (1, 1, 16, 16))
+    fine = do.float() * 1.001
+    a, b = (trace(q, k, v, x, ALL_FP32).dq for x in (fine, fine.bfloat16()))
+    assert torch.equal(a, b)
+
+
 def test_stochastic_backward_regenerates_the_forward():
     inputs = family("normal", (1, 1, 32, 32))
     policy = LOW.replace(s="bf16:stochastic", ds="bf16:stochastic")
@@ -187,6 +224,10 @@ def test_stochastic_backward_regenerates_the_forward():
         (dict(policy=LOW, impl="triton", tile=48), "tile=48"),
         (dict(policy="FA2+inputs=e5m2@block99,mx", impl="triton", columns=24), "this head size"),
         (dict(policy=LOW, probe=torch.zeros(1, 3)), "probe"),
+        (dict(policy=LOW, probe=torch.zeros(2, 2)), "probe"),
+        (dict(impl="sdpa", tile=4), "tile=None and no probe"),
+        (dict(impl="sdpa", probe=torch.zeros(2, 3)), "tile=None and no probe"),
+        (dict(impl="sdpa_forward", tile=4), "and tile=None"),
         (dict(impl="emulate", tile=2.5), "tile=2.5"),
         (dict(impl="triton", tile=2.5), "tile=2.5"),
         (dict(impl="emulate", tile=0), "tile=0"),
@@ -200,6 +241,12 @@ def test_errors_before_any_work(how, word):
         pytest.importorskip("triton")
     with pytest.raises(UserError, match=word):
         attention(q, k, v, **how)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "sdpa_forward", "sdpa_backward"])
+def test_pytorchs_kernels_show_no_intermediates(impl):
+    with pytest.raises(UserError, match=f"impl='{impl}' shows no intermediates"):
+        trace(*family("normal", (1, 2, 8, 32)), FA2, impl=impl)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -274,6 +321,20 @@ def test_what_runs_is_known_beforehand(policy, head_dim, impl, monkeypatch):
     monkeypatch.setattr(operator, "_told", {*operator._told})
     with warnings.catch_warnings(action="ignore"):
         assert that_runs(policy, None, "auto", "cuda", head_dim) == impl
+
+
+@pytest.mark.parametrize(
+    "scores, grad, missing",
+    [
+        (Scores(1.0, bias=torch.zeros(8, 8)), True, ""),
+        (Scores(1.0, bias=torch.zeros(8, 8, requires_grad=True)), False, ""),
+        (Scores(1.0, bias=torch.zeros(8, 8, requires_grad=True)), True, "the gradient of a bias"),
+        (Scores(0.0), True, "a scale that is not positive"),
+    ],
+)
+def test_what_the_kernels_lack(scores, grad, missing):
+    q = torch.zeros(1, 2, 8, 64)
+    assert " and ".join(lacking(q, q, scores, 0.0, grad)) == missing
 
 
 @pytest.mark.gpu
@@ -366,3 +427,24 @@ def test_an_output_in_fp32_agrees_within_the_noise_of_its_sums():
     how = (t, q, k, v, ALL_FP32, None, 0.25)
     assert agreement.agrees(t.o * (1 + 2.0**-22), t.o, *how)
     assert not agreement.agrees(t.o * (1 + 2.0**-10), t.o, *how)
+
+
+def test_how_far_apart_two_roundings_may_lie():
+    assert agreement.step(BF16, 0.0) == BF16.min_subnormal and agreement.step(BF16, 1.0) >= 2.0**-7
+    near, drawn = (PrecisionPolicy.parse(f"FA2+ds=bf16{x}") for x in ("", ":stochastic"))
+    x = torch.ones(1, 1, 2, 4)
+    assert torch.equal(agreement.flip(drawn, "ds", x), 2 * agreement.flip(near, "ds", x))
+    assert agreement.flip(near, "s", x) == 0.0
+
+
+def test_a_scale_a_row_widens_how_far_roundings_may_lie_apart():
+    near, by_row = (PrecisionPolicy.parse(f"FA2+o={x}") for x in ("e4m3fn", "e4m3fn@token,pow2"))
+    x, fmt = torch.full((1, 1, 1, 2), 448.0 * 4), Format.parse("e4m3fn")
+    far = agreement.flip(by_row, "o", x) - agreement.flip(near, "o", x)
+    torch.testing.assert_close(far, torch.full_like(x, 7 * fmt.min_subnormal))
+
+
+def test_a_weight_of_nothing_may_become_one_of_everything():
+    log_p = torch.tensor([-200.0, -8.0], dtype=torch.float64)
+    few, all_of_it = agreement.of_weight(log_p.exp(), log_p, torch.tensor([16.0, 16.0]))
+    assert few < 1e-70 and 1 < all_of_it < 1.1

@@ -215,6 +215,8 @@ def test_without_a_gradient_it_is_pytorchs_function(case, dtype, monkeypatch):
     [
         dict(policy="SAFE"), dict(policy="ALL_FP32+p=bf16"), dict(policy="ALL_FP32", dropout_p=0.1),
         dict(policy="ALL_FP32", scores=Scores(softcap=2.0)),
+        dict(policy="ALL_FP32", scores=Scores(sinks=numbers(H))),
+        dict(policy="ALL_FP32", scores=Scores(scale=0.3)),
         dict(policy="ALL_FP32", attn_mask=Mask(causal=True), scores=Scores(bias=numbers(L, L))),
         dict(policy="ALL_FP32", impl="emulate"),
     ],
@@ -243,6 +245,14 @@ def test_masks_without_a_gradient_hide_the_same(mask):
     torch.testing.assert_close(fast, ours, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_one_query_with_a_mask_may_have_fewer_heads_of_keys_than_of_values():
+    how = dict(attn_mask=random_mask(B, H, 1, 9), enable_gqa=True, policy="ALL_FP32")
+    inputs = tensors(L=1, S=9, heads=2, v_heads=4)
+    fast, ours = (sdpa(*inputs, **how, impl=i) for i in ("auto", "emulate"))
+    torch.testing.assert_close(fast, ours, rtol=1e-5, atol=1e-5)
+
+
 def test_a_bias_in_scores_without_a_gradient():
     bias = numbers(L)
     with torch.no_grad():
@@ -264,6 +274,12 @@ def test_autocast_decides_before_pytorch_is_asked(monkeypatch):
         assert asked == []
         sdpa(*tensors())
     assert asked == [torch.bfloat16]
+
+
+def test_a_causal_bias_stays_one_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        o = sdpa(*tensors(), attn_mask=causal_lower_right(L, L))
+        assert torch.equal(o, sdpa(*tensors(), is_causal=True))
 
 
 def test_a_mask_that_needs_a_gradient_is_asked_about(monkeypatch):
@@ -383,3 +399,16 @@ def test_pytorchs_own_kernel_gives_the_dtype_of_q_under_autocast():
 def test_gradcheck_passes_with_gradients_that_are_not_there():
     q = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: sdpa(t, t, t, policy="ALL_FP32"), (q,))
+
+
+def test_values_of_size_0_give_an_output_of_size_0():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    o = sdpa(q, k, v[..., :0], policy="ALL_FP32")
+    assert o.shape == (B, H, L, 0)
+    assert not torch.autograd.grad(o.sum(), q)[0].any()
+
+
+def test_an_additive_mask_leaves_the_other_scores():
+    bias, how = numbers(L, L), dict(policy="ALL_FP32")
+    o = sdpa(*tensors(), attn_mask=bias, scores=Scores(softcap=0.5), **how)
+    assert torch.equal(o, sdpa(*tensors(), scores=Scores(softcap=0.5, bias=bias), **how))

@@ -152,12 +152,13 @@ def test_dtypes_must_be_alike(grad):
         (((4,), (4,)), "seqlen, head_dim"),
         (((1, 3, 8, 16), (1, 0, 8, 16)), "multiple of the heads"),
         (((1, 2, 8, 16), (1, 2, 8, 32)), "same leading dimensions"),
+        (((1, 2, 8, 16), (1, 2, 8, 16), (1, 2, 7, 16)), "query, key, value must be"),
     ],
 )
 def test_shapes_that_are_refused(shapes, words, grad):
-    q, k = (torch.ones(shape) for shape in shapes)
+    q, k, v = (torch.ones(shape) for shape in (*shapes, shapes[1])[:3])
     with torch.set_grad_enabled(grad), pytest.raises(UserError, match=words):
-        sdpa(q, k, k, enable_gqa=True)
+        sdpa(q, k, v, enable_gqa=True, policy="ALL_FP32")
 
 
 @pytest.mark.parametrize(
@@ -368,10 +369,11 @@ def test_without_a_gradient_a_mask_meets_keys_that_heads_share(
     torch.testing.assert_close(masked, plain(q, k, v, mask, enable_gqa=True))
 
 
-def test_safe_on_other_tensors_than_bf16_is_said_once():
-    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_safe_on_other_tensors_than_bf16_is_said_once(dtype):
+    q = torch.randn(1, 1, 4, 8, dtype=dtype, requires_grad=True)
     operator._told.clear()
-    with pytest.warns(UserWarning, match="float32 tensors are rounded to BF16 where SAFE says so"):
+    with pytest.warns(UserWarning, match=f"{dtype} tensors are rounded to BF16 where SAFE says so"):
         sdpa(q, q, q)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

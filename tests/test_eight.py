@@ -91,6 +91,9 @@ def test_a_run_of_skipped_steps_has_an_end_with_a_name():
         scaler.accept(torch.tensor([False, True]))
     assert scaler.ended == [f"{PATIENCE} steps skipped, step {PATIENCE}", None]
     assert scaler.scale[0] > 0
+    for fine in (True, *[False] * PATIENCE):
+        scaler.accept(torch.tensor([fine, True]))
+    assert scaler.ended == [f"{PATIENCE} steps skipped, step {PATIENCE}", None], "the first stays"
 
 
 # What is flushed

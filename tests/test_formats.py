@@ -568,6 +568,12 @@ def test_parse_gives_back_every_format():
     assert (E8M5.name, Format.custom(4, 3).name) == ("e8m5", "e4m3ieee")
     assert E4M3.replace(overflow="saturate").replace(overflow="nan") == E4M3
     assert dataclasses.replace(E4M3, overflow="saturate").max == 448
+    assert Format.parse("e4m3fn@2^32").max == 448 * 2.0**-32
+
+
+def test_a_format_that_reaches_below_another_is_not_within_it():
+    assert Format.parse("e4m3fn@2^12").within(FP16)
+    assert not Format.parse("e4m3fn@2^16").within(FP16)
 
 
 def test_ulp_equals_numpy_spacing():
@@ -665,6 +671,7 @@ def test_bit_fields_are_the_stored_bits(fmt, dtype):
         ),
         (lambda: round_to(torch.ones(2).bfloat16(), "e4m3"), "torch.bfloat16"),
         (lambda: round_to(1.5, "e4m3"), "x is float"),
+        (lambda: Format.parse("e4m3fn@2^33"), r"2\^-32 to 2\^32"),
         (lambda: round_to(torch.ones(2), "e9m5"), r"x.double\(\)"),
         (lambda: ulp(torch.ones(2), "fp64"), r"x.double\(\)"),
         (

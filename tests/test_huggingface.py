@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowprec import UserError
+from lowprec import UserError, sdpa
 from lowprec.attention import huggingface
 from lowprec.numerics.policy import SAFE
 
@@ -105,6 +105,39 @@ def test_with_padding_it_is_the_librarys(name, side):
     for stock in ("eager", *(["sdpa"] if name not in CAPPED else [])):
         theirs = run(model, stock, ids, mask.bool(), attention_mask=mask)
         assert all(apart(*pair) < 5e-6 for pair in zip(ours, theirs, strict=True))
+
+
+def registered(*how, **more):
+    """What the registry then calls."""
+    return transformers.AttentionInterface()[huggingface.register(*how, **more)]
+
+
+def test_a_module_that_does_not_say_so_is_causal():
+    q = torch.randn(1, 2, 8, 16)
+    o, _ = registered("exact", "ALL_FP32")(torch.nn.Module(), q, q, q, None)
+    wanted = sdpa(q, q, q, is_causal=True, policy="ALL_FP32")
+    torch.testing.assert_close(o.transpose(1, 2), wanted)
+
+
+@pytest.mark.parametrize("how", [{}, dict(cu_seq_lens_q=torch.tensor([0, 9]))], ids=str)
+def test_one_query_without_a_mask_sees_every_key(how):
+    q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 9, 16)
+    o, _ = registered("exact", "ALL_FP32")(torch.nn.Module(), q, k, k, None, **how)
+    torch.testing.assert_close(o.transpose(1, 2), sdpa(q, k, k, policy="ALL_FP32"))
+
+
+def test_a_mask_that_is_only_causal_comes_as_is_causal():
+    """So that the kernels skip what it hides, and read no mask."""
+    asked = []
+
+    def attention(q, k, v, mask, *_, module, is_causal, **how):
+        asked.append((mask, is_causal))
+        return sdpa(q, k, v, mask, is_causal=is_causal, **how)
+
+    model = make("llama")
+    model.set_attn_implementation(huggingface.register("watched", attention=attention))
+    model(tokens(1, 16))
+    assert asked == [(None, True)] * 2
 
 
 def test_a_decoder_whose_modules_do_not_say_that_they_are_causal():
@@ -311,6 +344,24 @@ def test_a_learned_position_bias():
     assert all(apart(*pair) < 5e-6 for pair in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["booleans", "numbers"])
+def test_a_position_bias_is_added_to_a_mask(kind):
+    q, bias = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 8)
+    seen = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    added = torch.zeros(1, 1, 8, 8).masked_fill(~seen, -torch.inf)
+    mask, forward = seen if kind == "booleans" else added, registered("exact", "ALL_FP32")
+    o, _ = forward(torch.nn.Module(), q, q, q, mask, position_bias=bias)
+    wanted = sdpa(q, q, q, bias + added, policy="ALL_FP32")
+    torch.testing.assert_close(o.transpose(1, 2), wanted)
+
+
+def test_a_position_bias_of_packed_sequences_is_refused():
+    q, bias = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 8)
+    how = dict(cu_seq_lens_q=torch.tensor([0, 3, 8]), position_bias=bias)
+    with pytest.raises(UserError, match="position_bias beside cu_seq_lens_q"):
+        registered("exact", "ALL_FP32")(torch.nn.Module(), q, q, q, None, **how)
+
+
 def test_an_encoder_with_padding_and_cross_attention():
     huggingface.register("exact", "ALL_FP32", "emulate")
     sides = {
@@ -394,17 +445,17 @@ def test_a_model_that_was_not_set_is_told():
 
 @pytest.mark.parametrize("what", huggingface.REFUSED)
 def test_what_the_registry_may_ask_is_refused(what):
-    huggingface.register("other")
-    forward = transformers.AttentionInterface()["other"]
+    forward = registered("other")
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(UserError, match=f"'other' does not support {what}"):
         forward(None, q, q, q, None, **{what: True})
+    for nothing in (False, None):
+        forward(None, q, q, q, None, **{what: nothing})
 
 
 @pytest.mark.parametrize("what", huggingface.OWN)
 def test_a_function_in_our_place_gets_no_scores_of_ours(what):
-    huggingface.register("watched", SAFE, attention=lambda *a, **k: None)
-    forward = transformers.AttentionInterface()["watched"]
+    forward = registered("watched", SAFE, attention=lambda *a, **k: None)
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(UserError, match=f"'watched' does not support {what}"):
         forward(None, q, q, q, None, **{what: torch.zeros(2)})

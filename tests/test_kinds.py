@@ -317,9 +317,10 @@ def test_long_labels_wrap_and_breaks_stay():
     assert labels.wrapped("a\nb c", 20) == "a\nb c"
 
 
-def test_ticks_of_a_logarithmic_axis_are_plain_numbers():
+@pytest.mark.parametrize("limits", [(0.09, 40), (40, 0.09)])
+def test_ticks_of_a_logarithmic_axis_are_plain_numbers(limits):
     fig, ax = plots.subplots()
-    ax.set(xscale="log", xlim=(0.09, 40))
+    ax.set(xscale="log", xlim=limits)
     labels.log_ticks(ax.xaxis)
     fig.canvas.draw()
     assert [t.get_text() for t in ax.get_xticklabels()] == ["0.1", "0.3", "1", "3", "10", "30"]
@@ -334,6 +335,13 @@ def test_a_short_logarithmic_axis_has_ticks_that_differ():
         ticks = zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
         words = [label.get_text() for at, label in ticks if low <= at <= high]
         assert len(set(words)) == len(words) >= 2
+
+
+def test_an_axis_has_the_limits_that_are_asked_for(shown):
+    plots.courses({"a": UNITS.value[:3]}, "courses", "C.", label="y", limits=(0.5, 7))
+    assert shown.fig.axes[0].get_ylim() == (0.5, 7)
+    plots.dots(UNITS, "dots", "D.", x="value", limits=(0.5, 7))
+    assert shown.fig.axes[0].get_xlim() == (0.5, 7)
 
 
 # Bad input

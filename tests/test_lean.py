@@ -14,7 +14,7 @@ import pytest
 
 from lowprec import plots
 from lowprec.publish import figure
-from lowprec.publish.lean import path
+from lowprec.publish.lean import lean, path
 
 NUMBER = r"-?(?:\d+\.?\d*|\.\d+)"
 PARAMETERS = dict(m=2, l=2, h=1, v=1, q=4, c=6, z=0)
@@ -144,3 +144,9 @@ def test_a_path_is_relative_and_no_longer_than_it_need_be(given, short):
     for (a, wanted), (b, got) in zip(points(given), points(short), strict=True):
         assert a == b
         np.testing.assert_allclose(got, wanted, atol=0.0051)
+
+
+def test_ink_inside_another_colour_stays():
+    mark = '<g style="fill:currentColor"><path d="M 0 0 L 1 1"/></g>'
+    assert lean(f'<g style="fill:#ff0000">{mark}</g>').count("currentColor") == 1
+    assert "currentColor" not in lean(mark)

@@ -6,9 +6,11 @@ from conftest import family
 
 from lowprec import UserError, sdpa
 from lowprec.attention import attention
+from lowprec.attention.inputs import kept
 from lowprec.attention.masks import Mask, Scores, packed
 from lowprec.attention.reference import emulate, oracle
-from lowprec.numerics.policy import ALL_FP32, FA2, LOW, SAFE
+from lowprec.numerics.formats import keyed_bits
+from lowprec.numerics.policy import ALL_FP32, DROPOUT, FA2, LOW, SAFE
 
 N = 24
 IDS = torch.tensor([[0] * 9 + [1] * 15, [0] * 3 + [1] * 3 + [2] * 18])
@@ -211,6 +213,15 @@ def test_all_weights_dropped_is_zero():
     assert all((x == 0).all() for x in (t.o, t.dq, t.dk, t.dv))
 
 
+def test_dropout_has_random_bits_that_nothing_else_draws():
+    shape = (1, 2, 16, 16)
+    place = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
+    keep = kept(shape, 0.5, 3, "cpu")
+    for stream in range(DROPOUT):
+        alike = (keep == (keyed_bits(3, stream, *place) >= 2**31)).double().mean()
+        assert abs(alike - 0.5) < 0.2, stream
+
+
 # Documents
 
 
@@ -227,6 +238,16 @@ def test_documents_do_not_reach_each_other():
         torch.testing.assert_close(whole[:, :, part], alone, rtol=2.0**-7, atol=1e-6)
 
 
+def test_documents_of_queries_and_of_keys_may_be_given_apart():
+    q, k, v, _ = family("normal", (1, 2, 8, 16))
+    ids = packed(torch.tensor([0, 3, 8]), 8)
+    whole, last = (
+        emulate(x, k, v, ALL_FP32, mask=Mask(documents=of)).o
+        for x, of in ((q, ids), (q[:, :, 2:], (ids[:, 2:], ids)))
+    )
+    assert torch.equal(last, whole[:, :, 2:])
+
+
 # What is refused
 
 
@@ -238,6 +259,7 @@ def test_documents_do_not_reach_each_other():
         (lambda: Mask(offset=2), "offset=2"),
         (lambda: Mask(dense=torch.zeros(2, 2)), "boolean, not torch.float32.*bias"),
         (lambda: Scores(softcap=-1.0), "softcap=-1.0"),
+        (lambda: Scores(softcap=float("inf")), "softcap=inf"),
         (lambda: Scores(bias=torch.ones(2, 2).bool()), "bias.*torch.bool"),
         (lambda: Scores(sinks=torch.zeros(3)), r"sinks.*\(2,\), not \(3,\)"),
         (
@@ -249,6 +271,7 @@ def test_documents_do_not_reach_each_other():
         (lambda: Scores(sinks=[0.0, 1.0]), r"sinks=...\) takes a tensor, not a list"),
         (lambda: Mask(keys=torch.tensor([0, 8])), r"keys.*\(1, 2\), not \(2,\)"),
         (lambda: Mask(documents=torch.zeros(1, 9)), r"documents.*\(1, 8\), not \(1, 9\)"),
+        (lambda: Mask(documents=torch.zeros(2, 8)), r"documents.*\(1, 8\), not \(2, 8\)"),
         (lambda: torch.ones(8, 8).bool(), "must be a lowprec.attention.masks.Mask, not Tensor"),
     ],
 )
@@ -272,6 +295,10 @@ def test_parts_that_do_not_fit(call, words):
         (dict(scores=Scores(softcap=3.0), impl="triton"), "a soft cap; use impl='emulate'"),
         (dict(scores=Scores(sinks=torch.zeros(2)), impl="sdpa"), "does not have sinks"),
         (dict(mask=Mask(causal=True, window=2), impl="sdpa_forward"), "takes neither masks"),
+        (
+            dict(mask=Mask(causal=True, window=2), impl="triton", policy="FA2+l_floor=0.1"),
+            "l_floor under such a mask",
+        ),
     ],
 )
 def test_what_does_not_go_together(how, words):

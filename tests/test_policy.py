@@ -60,7 +60,13 @@ CHANGES = {
     "l_floor": [100.0],
     "delta_bias": [0.5, -0.5],
     "row_sum": ["removed", "refined"],
-    "inputs": ["e4m3_saturate@tensor,pow2", "e4m3_saturate@block64,pow2", "e2m1@tensor,mx", "e5m2"],
+    "inputs": [
+        "e4m3_saturate@tensor,pow2",
+        "e4m3_saturate@block64,pow2",
+        "e2m1@tensor,mx",
+        "e5m2",
+        "e5m7@tensor,pow2",
+    ],
 }
 
 
@@ -178,9 +184,12 @@ def test_presets_are_the_design_table():
         (lambda: LOW.replace(o="bf16@token,pow2"), ("field o", "bf16", "a row")),
         (lambda: LOW.replace(o="e4m3@2^8@token,pow2"), ("field o", "e4m3fn@2^8", "of its own")),
         (lambda: LOW.replace(ds="e4m3@token,pow2"), ("field ds", "only o", "e4m3fn@2^8")),
+        (lambda: LOW.replace(o_acc="e4m3@token,pow2"), ("field o_acc", "only o")),
+        (lambda: LOW.replace(dodo="e4m3@token,pow2"), ("field dodo", "only o")),
         (lambda: LOW.replace(inputs="e4m3@tensor"), ("field inputs", "e4m3fn@tensor", "pow2")),
         (lambda: LOW.replace(inputs="e5m2:stochastic"), ("field inputs", "draws no bits")),
         (lambda: LOW.replace(inputs="e4m3@rows"), ("field inputs", "rows")),
+        (lambda: LOW.replace(inputs="e5m8@tensor,pow2"), ("field inputs", "at most 7 significand")),
         (lambda: LOW.replace(delta_from="q"), ("delta_from", "o_split")),
         (lambda: LOW.replace(l_floor=-1), ("l_floor",)),
         (lambda: LOW.replace(l_floor="inf"), ("l_floor", "finite")),

@@ -8,6 +8,7 @@ from conftest import FAMILIES, family
 
 from lowprec import UserError
 from lowprec.attention import reference
+from lowprec.attention.masks import Scores
 from lowprec.attention.reference import emulate, oracle
 from lowprec.numerics.formats import Format, round_to
 from lowprec.numerics.policy import (
@@ -21,6 +22,7 @@ from lowprec.numerics.policy import (
     SITES,
     PrecisionPolicy,
 )  # fmt: skip
+from lowprec.numerics.scaling import scaled
 
 NAMES = ("o", "lse", "delta", "ds", "dq", "dk", "dv")
 
@@ -371,7 +373,11 @@ def test_gradients_take_the_dtype_of_the_inputs_and_the_rest_is_fp32():
         (lambda q, k, v: emulate(q[:, :, :0], k, v, FA2, causal=False), "empty"),
         (lambda q, k, v: emulate(q, k[:, :, :0], v[:, :, :0], FA2, causal=False), "empty"),
         (lambda q, k, v: oracle(q[..., :0], k[..., :0], v[..., :0]), "empty"),
+        (lambda q, k, v: emulate(q, k, v[..., :0], FA2), "empty"),
+        (lambda q, k, v: emulate(q[:, :, :5], k, v, FA2), "causal"),
         (lambda q, k, v: oracle(q, k, v, do=v[:, :, :5]), "do must have the shape"),
+        (lambda q, k, v: emulate(q, k, v, FA2, do=v[..., :8]), "do must have the shape"),
+        (lambda q, k, v: emulate(q, k, v[..., :8], FA2, do=v), "do must be .*, as o"),
         (lambda q, k, v: emulate(q, k, v, FA2, do=v[:, :, :1]), "do must have the shape"),
     ],
 )
@@ -497,15 +503,56 @@ def test_the_residual_of_o_split_is_a_bf16_number():
     assert torch.equal(t.delta, (do.float() * (t.o + residual)).sum(-1))
 
 
-def test_dk_and_dv_share_no_random_bits(monkeypatch):
-    seen, keyed = [], reference.keyed_bits
+@pytest.mark.parametrize(
+    "scores, width",
+    [(Scores(softcap=2.0), 8), (Scores(bias=torch.zeros(4, 24, 24)), 24)],
+    ids=["cap", "bias"],
+)
+def test_no_two_roundings_share_random_bits(scores, width, monkeypatch):
+    """Of one site, over blocks, the roundings of one element, and dK beside dV."""
+    drawn, keyed = {}, reference.keyed_bits
 
     def noted(seed, site, batch, head, row, column):
-        if SITES[site] == "dkdv_acc":
-            seen.append({*zip(row.flatten().tolist(), column.flatten().tolist(), strict=True)})
+        place = batch + 2 * (head + 4 * (row + 24 * column))
+        drawn.setdefault(site, []).append(place.flatten())
         return keyed(seed, site, batch, head, row, column)
 
     monkeypatch.setattr(reference, "keyed_bits", noted)
-    q, v = torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 8)
-    emulate(q, q, v, PrecisionPolicy.parse("FA2+dkdv_acc=bf16:stochastic"), 4, do=v)
-    assert len(seen) > 4 and len(set().union(*seen)) == sum(map(len, seen))
+    policy = PrecisionPolicy(**dict.fromkeys(SITES, "bf16:stochastic"), l_from="p_both")
+    q, k = torch.randn(2, 4, 24, 16), torch.randn(2, 2, 24, 16)
+    v, do = torch.randn(2, 2, 24, width), torch.randn(2, 4, 24, width)
+    emulate(q, k, v, policy, tile=8, do=do, scores=scores)
+    assert set(drawn) == set(range(len(SITES)))
+    for site, places in drawn.items():
+        places = torch.cat(places)
+        assert len(places.unique()) == len(places), SITES[site]
+
+
+def test_a_tie_at_the_amplitude_itself_is_not_muted():
+    q, k, v, _ = family("normal", (1, 1, 8, 16))
+    policy = ALL_FP32.replace(l_floor=1e-10)
+    t, muted = (emulate(0 * q, k, v, p) for p in (policy, policy.replace(shift="mute(tol=1)")))
+    assert torch.equal(t.o, muted.o) and t.o.any()
+
+
+def test_do_is_stored_as_the_other_inputs():
+    q, k, v, do = family("normal", (1, 2, 16, 16))
+    policy = FA2.replace(inputs="e4m3_saturate@tensor,pow2")
+    stored = scaled(do.float(), policy.inputs).to(do.dtype)
+    assert not torch.equal(stored, do)
+    t, other = (emulate(q, k, v, policy, do=x) for x in (do, stored))
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(t, name), getattr(other, name)), name
+
+
+def test_keys_whose_sum_overflows_have_a_mean():
+    q, k, v, do = family("normal", (1, 1, 8, 16), dtype=torch.float32)
+    policy, large = ALL_FP32.replace(row_sum="removed"), torch.full_like(k, 2.0**126)
+    assert emulate(0 * q, large, v, policy, do=do, scale=2.0**-126).dq.isfinite().all()
+
+
+def test_under_a_soft_cap_the_gradient_of_a_bias_sums_rounded_ds():
+    q, k, v, do = family("normal", (1, 2, 16, 16))
+    scores = Scores(softcap=2.0, bias=torch.zeros(1, 2, 16, 16))
+    t = emulate(q, k, v, FA2, do=do, scores=scores)
+    assert torch.equal(t.dbias, t.dbias.bfloat16().float()) and t.dbias.any()

@@ -44,7 +44,8 @@ def test_a_rotation_is_its_text(fields):
 
 
 def test_what_no_rotation_can_have():
-    for text in ("FP32+cs=bf16:stochastic", "FP32+cs=half", "FP32+sin=bf16", "FP33"):
+    for text in ("FP32+cs=bf16:stochastic", "FP32+qk=e4m3fn@token,pow2", "FP32+cs=half",
+                 "FP32+sin=bf16", "FP33"):  # fmt: skip
         with pytest.raises(UserError, match="rotation"):
             Rotation.parse(text)
     tiny = dict(n_layer=1, n_head=1, n_embd=4, vocab_size=8)

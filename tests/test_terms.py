@@ -3,8 +3,11 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from docutils import nodes
+from docutils.utils import new_document
 
 from lowprec.publish import terms
 
@@ -28,6 +31,37 @@ def test_symbols_are_found_and_formulas_left_alone(text, found):
 
 def test_what_is_marked_has_an_entry():
     assert [entry for entry in terms.MARKED if f"\n{entry}\n" not in GLOSSARY] == []
+
+
+def linked(*parts):
+    """The text of a page after `LinkTerms`, with links in brackets."""
+    document = new_document("")
+    document.settings.env = SimpleNamespace(docname="executed/page", found_docs={"glossary"})
+    document += parts
+    terms.LinkTerms(document).apply()
+    for link in document.findall(terms.addnodes.pending_xref):
+        link.replace_self(nodes.Text(f"[{link.astext()}]"))
+    return document.astext()
+
+
+def test_the_first_use_of_each_term_on_a_page_is_linked():
+    said = ("Twins, and the onset of a twin.", "At an onset δ.")
+    shown = linked(*(nodes.paragraph(text=text) for text in said))
+    assert shown == "[Twins], and the [onset] of a twin.\n\nAt an onset [δ]."
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        nodes.container(nb_element="cell_code_output"),
+        nodes.container(design_component="dropdown"),
+        nodes.table(),
+        nodes.admonition(),
+    ],
+)
+def test_outputs_folds_tables_and_boxes_have_no_links(around):
+    around += nodes.paragraph(text="A twin.")
+    assert linked(around, nodes.paragraph(text="A twin.")) == "A twin.\n\nA [twin]."
 
 
 @pytest.mark.parametrize(
