@@ -100,6 +100,8 @@ def test_units_give_value_n_and_the_list(folder, kind):
     share = {**EXPLODES, "rule": "share of seeds that explode == 1"}
     result = judged(folder, share, kind(SEEDS))
     assert (result.verdict, result.value, result.count) == ("refuted", 0.75, "3 of 4")
+    many = judged(folder, share, kind({seed: seed < 29 for seed in range(100)}))
+    assert many.count == "29 of 100", "though 100 × 0.29 is a little less in float64"
     most = {**EXPLODES, "rule": "max over captures of |error| <= 0.25", "needs": 2}
     result = judged(folder, most, kind({"a": 0.125, "b": 0.5}))
     assert (result.verdict, result.value, result.n) == ("refuted", 0.5, 2)
@@ -217,8 +219,12 @@ def test_without_an_observation_a_claim_is_not_run(folder):
 
 
 def test_without_n_a_value_speaks_for_itself_or_is_asked_for_n(folder):
-    notebooks = folder(ENTRY, {**ENTRY, "id": "one", "needs": 1})
+    notebooks = folder(
+        ENTRY, *({**ENTRY, "id": x, "needs": n} for x, n in (("one", 1), ("two", 2)))
+    )
     assert claims.check("one", -0.5, folder=notebooks).verdict == "supported"
+    with pytest.raises(UserError, match="claim two: it needs 2 units: say how many"):
+        claims.check("two", -0.5, folder=notebooks)
     assert claims.check("bias", claims.Measured(-0.5, 8), folder=notebooks).verdict == "supported"
     with pytest.raises(UserError, match="claim bias: it needs 8 sums: say how many"):
         claims.check("bias", -0.5, folder=notebooks)
@@ -843,6 +849,13 @@ def test_a_rule_is_as_old_as_it_says(history):
         assert fault(commit, judged=commit, limit=3) is not None, (name, text)
 
 
+def test_without_the_whole_history_nothing_is_held_against_a_rule(history, tmp_path):
+    root, (*_, commit) = history
+    assert commit.startswith(registration.head(root))
+    git(root, "clone", "-q", "--depth", "1", f"file://{root}", tmp_path / "shallow")
+    assert registration.head(tmp_path / "shallow") is None
+
+
 def test_a_claim_is_not_accepted_before_its_rule_is_committed(history, folder):
     root, (_, first, second) = history
     notebooks = root / "notebooks"
@@ -880,6 +893,11 @@ def test_a_claim_that_was_judged_keeps_its_rule(history, folder):
     assert (notebooks / "a_bias.lock.json").read_text() == before
     git(root, "commit", "-q", "--allow-empty", "-m", "later")
     assert accept(2.5).endswith("verdict refuted, value 2.5, n 8")
+    assert "verdict not run" in accept(None), "and still it was first judged then"
+    other = {**ENTRY, "rule": "mean error in ulp < 3"}
+    other["registered"] = registered(root, "notebooks/a_bias.claims.yml", other)
+    with pytest.raises(UserError, match=f"is not before {commit[:7]}.*, which first judged it"):
+        accept(2.5, **other)
     accept(1, sentence="It is small.", rule="error in ulp, the mean < 2")
     (root / ".git").rename(root / "no-git")
     accept(1.5, rule="mean error in ulp < 3")  # without the history nothing can be held against it
@@ -932,6 +950,7 @@ def test_a_rule_keeps_its_quantifier_and_its_units(history, others):
     for other in ("max over seeds of gap", "count of seeds that gap", "smallest gap"):
         assert shown.format(other) in fault(rule=f"{other} > 0")
     assert "has another rule, > 0, than > -1: name" in fault(rule="max over seeds of gap > -1")
+    assert "has another rule, > 0, than < 0: name" in fault(rule="min over seeds of gap < 0")
     assert "needs 3, more than 2: name the commit" in fault(needs="2 seeds")
 
 

@@ -21,6 +21,7 @@ from lowprec.evidence.heads import (
     rank_correlations,
     sums,
     take_offs,
+    total,
 )
 from lowprec.records.explosion import Explosion
 
@@ -99,6 +100,14 @@ def test_a_sum_of_what_one_probe_lacks_is_unknown():
     assert np.isnan(table.delta_abs[1, 2]) and table.delta_bias[1, 2] == 2
     assert table.delta_abs[1, 0] == 4
     assert np.isnan(share(run, 99, 199)) and share(run, 149, 199) == 0
+    assert np.isnan(total(run, 99, 199).delta_abs)
+
+
+def test_a_total_is_of_all_layers_or_of_one():
+    run = made_up()
+    run.probes.loc[run.probes["head"] == 2, "layer"] = 4
+    found = {layer: total(run, 99, 199, layer).tolist() for layer in (None, 1, 4)}
+    assert found == {None: [0, 12, 6, 60], 1: [-2, 8, 2, 40], 4: [2, 4, 4, 20]}
 
 
 def test_a_share_has_no_probe_of_the_onset():
@@ -114,10 +123,11 @@ def test_sums_leave_the_first_step_out():
         sums(made_up(), 100, 120)
 
 
-def test_agreement_against_every_way_to_draw():
-    ours, theirs = {0: 2, 1: 0, 5: 1}, {0: [2, 2, 1], 1: [0], 5: []}
+@pytest.mark.parametrize("ours, wanted", [({0: 2, 1: 0, 5: 1}, 3), ({0: 1, 1: 2, 5: 1}, 1)])
+def test_agreement_against_every_way_to_draw(ours, wanted):
+    theirs = {0: [2, 2, 1], 1: [0], 5: []}
     hits, pairs, p = agreement(ours, theirs, count=3)
-    assert (hits, pairs) == (3, 4)
+    assert (hits, pairs) == (wanted, 4)
     drawn = [
         sum(theirs[seed].count(head) for seed, head in zip(theirs, heads, strict=True))
         for heads in itertools.product(range(3), repeat=3)

@@ -100,6 +100,18 @@ def test_opposite_comparisons_disagree(comparison, value, limit):
     assert one.holds(value) != other.holds(value)
 
 
+@pytest.mark.parametrize(
+    "comparison, words, symbol",
+    [
+        ("==", "equal to", "="), ("!=", "other than", "≠"), ("<", "below", "<"),
+        ("<=", "at most", "≤"), (">", "above", ">"), (">=", "at least", "≥"),
+    ],
+)  # fmt: skip
+def test_a_comparison_reads_as_it_judges(comparison, words, symbol):
+    rule = rules.parse(f"error {comparison} 2")
+    assert rule.words == f"{words} 2" and rule.symbols == f"{symbol}\N{NO-BREAK SPACE}2"
+
+
 def test_both_ends_of_a_range_are_in_it():
     rule = rules.parse("share of equal elements in [0.1, 0.18]")
     assert [rule.holds(x) for x in (0.09, 0.1, 0.15, 0.18, 0.19)] == [False, *[True] * 3, False]
@@ -112,7 +124,8 @@ def test_a_single_fraction_is_asked_for_in_full():
     assert rules.parse("error in ulp == -0.7890625").words == "equal to −0.7890625"
     assert rules.parse("error in ulp < -0.7890625").words == "below −0.7891"
     assert rules.parse("error in ulp < -0.7890625").symbols == "<\N{NO-BREAK SPACE}−0.7891"
-    assert rules.parse("count of sums that round == 3").symbols == "=\N{NO-BREAK SPACE}3"
+    assert rules.parse("error in ulp == 0.5").is_exact
+    assert not rules.parse("count of sums that round == 3").is_exact
 
 
 def test_the_median_of_an_even_number_of_units_lies_between_two():

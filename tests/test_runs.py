@@ -275,9 +275,25 @@ def test_manifest_names_what_differs(tmp_path):
         manifest.verify(tmp_path)
     for words in ("a differs", "b is missing", "c is not in the manifest", "verify --write"):
         assert words in str(error.value)
+    for name in "de":
+        (tmp_path / name).write_text("5")
+    with pytest.raises(UserError, match="b is missing; c is not .*; d is not .* and 2 more; res"):
+        manifest.verify(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="manifest.json"):
         manifest.verify(tmp_path)
+
+
+def test_one_file_is_accepted_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "data_root", lambda: tmp_path)
+    for text in "12":
+        for name in "ab":
+            (tmp_path / name).write_text(text)
+        if text == "1":
+            manifest.write_manifest()
+    manifest.accept_file(tmp_path / "a")
+    with pytest.raises(UserError, match="does not match its manifest: b differs; restore"):
+        manifest.verify()
 
 
 @pytest.mark.parametrize("target", ["a folder", "a file", "nothing"])

@@ -236,9 +236,16 @@ def test_runs_too_short_to_confirm_a_rise_have_no_p():
     done = SimpleNamespace(explosion=None, info=dict(ended="completed"))
     for test in ("fisher", "logrank", "permutation"):
         assert compare_arms(short, "low", test=test).p[1] == 1
-        told = compare_arms(short.assign(run=done), "low", test=test)
+
+        def told_of(duration, test=test):
+            table = short.assign(run=done, duration=duration)
+            return compare_arms(table, "low", test=test)
+
+        told = told_of(60)
         assert np.isnan(told.p[1]) and np.isnan(told.p_holm[1])
         assert told.verdict[1] == "not known of any"
+        base = told_of(short.duration.where(short.arm == "low", 7000))
+        assert np.isnan(base.p[1]) and base.verdict[1] == "not seen in 4"
 
 
 def test_what_a_campaign_has_not_is_one_sentence():
@@ -249,6 +256,11 @@ def test_what_a_campaign_has_not_is_one_sentence():
         arms["fa2"].by_seed[99]
     with pytest.raises(UserError, match="there is no campaign explosionn: did you mean explosion"):
         load_arms("explosionn")
+
+
+def test_explosions_in_the_last_step_of_the_other_arm_are_among_the_times():
+    both = pd.concat([LOW.assign(duration=6500), FIXED.assign(duration=6500)])
+    assert compare_arms(both, "low", test="logrank").p[1] < 0.001
 
 
 def test_a_run_that_ends_in_a_rise_does_not_count_for_prevents():
@@ -337,6 +349,7 @@ def test_arms_know_what_was_planned_and_what_is_recorded(tmp_path):
     assert arms["fa2"].by_seed == {}
     other = pd.DataFrame(dict(seed=[1, 2], exploded=False, duration=9))
     assert not Arm("low", None, (0, 1), other).complete, "as many, but not those"
+    assert Arm("low", None, (1,), other).complete, "and one more"
 
     mini = files.data_root() / "runs" / "mini"
     for seed, complete in ((0, False), (1, True)):
@@ -414,6 +427,12 @@ def test_a_run_too_short_to_confirm_a_rise_counts_neither_way():
         claim = dict(sentence="-", rule="count of seeds that explode == 0", needs=8)
         verdict = claims.judge(claim, mine).verdict
         assert verdict == ("supported" if known else "inconclusive")
+
+
+def test_a_run_that_ended_before_its_steps_counts_neither_way():
+    for ended, known in (("completed", 8), ("50 steps skipped, step 999", 0)):
+        run = SimpleNamespace(explosion=None, info=dict(ended=ended))
+        assert counted(arm("a", [1000] * 8, False).assign(run=run)) == (0, known)
 
 
 def test_what_lies_beyond_the_end_of_a_run_is_not_known():

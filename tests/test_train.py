@@ -1369,3 +1369,9 @@ def test_a_head_without_an_error_has_a_sketch_of_zeros():
 
 def test_weights_of_zero_have_norm_zero():
     assert spectral_norms(torch.zeros(2, 3, 5)).tolist() == [0, 0]
+
+
+def test_a_hash_of_weights_is_of_every_bit_of_them():
+    weights = dict(a=torch.zeros(2), b=torch.zeros(2))
+    hashes = {weights_sha256(weights | {name: -weights[name]}) for name in weights}
+    assert len(hashes | {weights_sha256(weights)}) == 3
