@@ -86,7 +86,9 @@ def test_a_set_once_found_is_not_asked_about_again():
     assert all("a" not in some or some == ("a",) for some in asked)
 
 
-@pytest.mark.parametrize(("items", "size"), [(1, 1), (8, 8), (9, 4), (12, 3), (300, 1), (999, 1)])
+@pytest.mark.parametrize(
+    ("items", "size"), [(1, 1), (8, 8), (9, 4), (12, 3), (24, 2), (300, 1), (999, 1)]
+)
 def test_as_many_sets_as_are_affordable(items, size):
     assert bisect.affordable(items) == size
     assert sum(math.comb(items, n) for n in range(1, size + 1)) <= max(items, bisect.SETS)
@@ -198,6 +200,7 @@ def test_limits_out_of_range(made, how):
 def test_of_roundings_that_are_drawn_anew_the_error_of_dq_tells_little(made):
     (dq,), (wq,) = (bisect.guilty(made, "FA2", of, draws=8) for of in ("dq", "wq"))
     assert 0.7 < dq.redrawn < 2 and wq.redrawn < dq.redrawn
+    assert bisect.guilty(made, "FA2", "wq")[0].redrawn == wq.redrawn, "there without being asked"
     (quick,) = bisect.guilty(made, "FA2")
     assert math.isinf(quick.redrawn) and quick.sets == dq.sets
 
@@ -417,3 +420,24 @@ def test_a_set_is_doubted_where_a_lucky_draw_leaves_as_little():
     assert "Doubt it" in bisect.verdict(guilty_of(redrawn=0.25)) and "Doubt" not in bisect.verdict(
         guilty_of(redrawn=0.26)
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (("p=fp32",), "Guilty in head 0: {p} (20% left), alone."),
+        (("p=fp32", "o=fp32"), "Guilty in head 0: {p, o} (0% left), together."),
+    ],
+)
+def test_a_set_is_guilty_alone_or_together(one, said):
+    assert bisect.verdict(guilty_of(sets=[one])) == said
+
+
+def test_how_far_a_search_went_is_said():
+    assert bisect.reach(guilty_of()) == "All sets of its 2 fields were tried."
+    said = "All sets of up to 1 of its 2 fields were tried; --size 2 tries all."
+    assert bisect.reach(guilty_of(size=1)) == said
+    said = (
+        "up to 1 of its 2 fields were tried and none is enough; of larger ones there may be more."
+    )
+    assert bisect.reach(guilty_of(size=1, sets=[("p=fp32", "o=fp32")])).endswith(said)

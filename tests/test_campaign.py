@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from lowprec import UserError
 from lowprec.__main__ import main
 from lowprec.evidence.survival import load_arms
 from lowprec.records import files, runs
+from lowprec.records.tables import write_table
 from lowprec.training import campaign, progress
 from lowprec.training import loop as train
 from lowprec.training.campaign import Slurm, run_campaign
@@ -176,6 +178,13 @@ def test_how_a_run_went_says_whether_it_exploded(tmp_path):
     for name, end in (("low-seed0", r", exploded at step [\d,]+"), ("o_fp32-seed0", "")):
         job = campaign.Job("low", None, recorded / name)
         assert re.fullmatch(r"done in \d+ s" + end, campaign.outcome(job, tmp_path / "no.log"))
+    short = shutil.copytree(recorded / "low-seed0", tmp_path / "low-seed0")
+    run = runs.load_run(short)
+    steps = run.explosion.onset + 100
+    write_table(short / "metrics.parquet", run.metrics[:steps])
+    (short / "run.json").write_text(json.dumps(run.info | dict(steps=steps)))
+    went = campaign.outcome(campaign.Job("low", None, short), tmp_path / "no.log")
+    assert went.endswith(f", loss rose, unconfirmed, at step {run.explosion.onset:,}")
 
 
 def test_a_run_that_cannot_be_read_failed_and_the_others_are_told(tmp_path):
@@ -295,6 +304,7 @@ def test_a_run_that_outlived_its_campaign_is_left_alone(file):
         ("{policy: LOW, seeds: [0, 1]}", "LOW", "must be settings"),
         ("preset: tiny", "preset: [tiny]", "preset must be one of gpt2"),
         ("impl: sdpa", "device: cuda", "bad-seed0: device=cuda needs .* use device=cpu; --only"),
+        ("[p]", "[]", "has no predictions; write them before the runs"),
         ("[p]", "larger", "predictions must be a list of texts; quote a text that has ': ' in it"),
         ("[p]", "[p larger: refuted if not]", "predictions must be a list of texts"),
     ],
@@ -304,6 +314,15 @@ def test_a_campaign_file_is_checked_before_anything_starts(file, old, new, says)
     with pytest.raises(UserError, match=says):
         run_campaign(file)
     assert [p.name for p in file.parent.iterdir()] == ["campaign.yaml"]
+
+
+def test_an_arm_overrides_the_campaign_and_the_command_both(file):
+    file.write_text(file.read_text().replace("impl: sdpa", "impl: sdpa, steps: 7"))
+
+    def steps(**overrides):
+        return {job.arm: job.config.steps for job in load_campaign(file, **overrides)}
+
+    assert steps() == dict(low=4, bad=7) and steps(steps=9) == dict(low=9, bad=9)
 
 
 def test_a_campaign_named_by_its_folder_is_told_its_file(file):
@@ -439,6 +458,7 @@ def test_each_run_sees_one_of_the_gpus_and_gives_it_back(file, monkeypatch):
     wait_for(lambda: not local.look())
     devices = [local.log(job).read_text().strip() for job in jobs]
     assert devices[:2] == ["3", "5"] and set(devices[2:]) <= {"3", "5"}
+    assert campaign.Local(jobs, 2).free == ["3", "5"]
     with pytest.raises(UserError, match="3 x 1 GPUs are asked for, and 2 can be seen"):
         campaign.Local(jobs, 3)
 

@@ -102,6 +102,8 @@ def test_units_give_value_n_and_the_list(folder, kind):
     assert (result.verdict, result.value, result.count) == ("refuted", 0.75, "3 of 4")
     many = judged(folder, share, kind({seed: seed < 29 for seed in range(100)}))
     assert many.count == "29 of 100", "though 100 × 0.29 is a little less in float64"
+    few = judged(folder, EXPLODES, kind({0: True, 1: True}))
+    assert few.measured() == "seeds that explode: 2 of 2, 4 needed"
     most = {**EXPLODES, "rule": "max over captures of |error| <= 0.25", "needs": 2}
     result = judged(folder, most, kind({"a": 0.125, "b": 0.5}))
     assert (result.verdict, result.value, result.n) == ("refuted", 0.5, 2)
@@ -588,13 +590,13 @@ def execute(root, *results, place="book/executed", **about):
 
 
 def test_a_lock_has_a_line_a_claim_with_six_digits(accepted):
-    notebooks = accepted(-0.123456789, facts={"low": "8 of 8", "share": 0.03125})
+    notebooks = accepted(-0.123456789, facts={"low": "8 of 8", "share": 0.0312512345})
     lines = (notebooks / "a_bias.lock.json").read_text().splitlines()
     assert '"bias": {"n": 8, "value": -0.123457, "verdict": "supported"}' in lines
-    assert '"low": "8 of 8",' in lines and '"share": 0.03125' in lines
+    assert '"low": "8 of 8",' in lines and '"share": 0.0312512' in lines
     assert claims.lock("a_bias", notebooks) == claims.locks(notebooks)["a_bias"] == {
         "claims": {"bias": {"n": 8, "value": -0.123457, "verdict": "supported"}},
-        "facts": {"low": "8 of 8", "share": 0.03125},
+        "facts": {"low": "8 of 8", "share": 0.0312512},
         "hardware": notebook.hardware(),
     }  # fmt: skip
     assert claims.recorded(notebooks)["bias"].text == "−0.1235"
@@ -606,6 +608,7 @@ def test_a_lock_has_a_line_a_claim_with_six_digits(accepted):
 def test_a_lock_has_a_number_in_full_where_the_rule_does(folder):
     result = judged(folder, {**ENTRY, "rule": "error == -0.7890625", "needs": 1}, -0.7890625)
     assert (result.verdict, result.as_lock()["value"]) == ("supported", -0.7890625)
+    assert result.measured() == "error: −0.7890625, n = 1"
 
 
 def test_a_lock_keeps_what_each_unit_gave(folder):
@@ -962,6 +965,7 @@ def test_a_rule_keeps_its_quantifier_and_its_units(history, others):
      ("smallest gap", "count of seeds that have a gap", False),
      ("the larger of the two gaps", "median over seeds of the gap", False),
      ("the mean gap of the seeds", "mean over seeds of the gap", True),
+     ("the mean gap of the seeds", "max over seeds of the mean gap", False),
      ("predicted over measured gap, worst of three", "max over seeds of the gap", True),
      ("seeds with a gap", "count of seeds that have a gap", True)],
 )  # fmt: skip
@@ -1253,7 +1257,7 @@ def test_a_main_page_comes_before_the_laboratory():
 
 def test_what_goes_with_one_id_is_refused_with_several(folder):
     notebooks = folder(ENTRY)
-    (noted,) = claims.check(bias=claims.Measured(-0.25, 8), note="Seen.", folder=notebooks)
-    assert noted.note == "Seen."
+    (noted,) = claims.check(bias=claims.Measured(-0.25, 8), note="Or -1.", folder=notebooks)
+    assert noted.note == "Or −1."
     with pytest.raises(UserError, match="go with one id"):
         claims.check(bias=-0.25, complete=True, folder=notebooks)

@@ -117,6 +117,9 @@ def test_of_a_policy_coarser_than_the_inputs_that_is_said(dtype):
     fa2, exact, *_ = compare.verdict(table).split("\n")
     assert fa2.endswith("it rounds to bf16, which is coarser than the inputs.")
     assert "ALL_FP32 is within" in exact
+    same = contenders.drawn((1, 2, 64, 32), dtype=torch.bfloat16)
+    table = compare.measure({"A": contenders.function("FA2")}, [same], twice=False)
+    assert table.attrs["coarse"] == {}
 
 
 def test_of_a_function_whose_output_was_rounded_coarser_than_the_inputs_that_is_said():
@@ -167,10 +170,22 @@ def test_small_errors_have_digits():
     assert "e-05 %" in said and "0.00%" not in said and "e+" not in said
 
 
-def test_errors_are_alike_in_what_is_compared_and_that_is_not_delta(inputs):
-    table = one(contenders.plain, inputs)
+def twins(table):
+    """The rows of one function as those of two."""
     both = pd.concat([table.assign(who=who) for who in "AB"], ignore_index=True)
     both.attrs = table.attrs
+    return both
+
+
+@pytest.mark.parametrize("factor, alike", [(1.4, True), (1.6, False)])
+def test_errors_are_alike_within_a_factor(factor, alike, inputs):
+    both = twins(one(contenders.plain, inputs))
+    both.loc[both.who == "B", "error"] *= factor
+    assert ("They err alike" in compare.verdict(both)) == alike
+
+
+def test_errors_are_alike_in_what_is_compared_and_that_is_not_delta(inputs):
+    both = twins(one(contenders.plain, inputs))
     both.loc[(both.who == "B") & (both.of == "δ"), "error"] *= 2
     said = compare.verdict(both)
     assert "They err alike, within a factor of 1.5 in O and all gradients." in said
@@ -399,10 +414,12 @@ def test_a_file_is_the_one_that_its_path_names(tmp_path, monkeypatch):
 
 def test_the_one_that_errs_more_is_named_first_and_what_is_no_number_is_most(inputs):
     table = one(contenders.plain, inputs)
-    both = pd.concat([table.assign(who=who) for who in "AB"], ignore_index=True)
-    both.attrs = table.attrs
+    both = twins(table)
     both.loc[both.who == "B", ["error", "ulps"]] *= 4
     assert re.search(r"in \w+ of .*: B errs by .*%, and A by ", compare.verdict(both))
+    sizes = (("whole", 1.9, 1.0), ("row", 1.0, 3.0))  # of limits of 2 and of 4
+    near = [table.assign(input=x, times=times, worst=worst, far=0.0) for x, times, worst in sizes]
+    assert set(compare.most(pd.concat(near)).input) == {"whole"}
     broken = table.assign(input="broken", times=np.nan)
     assert set(compare.most(pd.concat([table, broken])).input) == {"broken"}
 
@@ -633,6 +650,10 @@ def test_inputs_that_do_not_fit_are_one_sentence(tmp_path):
     (tmp_path / "x.safetensors").write_text("no")
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         contenders.read(tmp_path / "x.safetensors")
+    captured = contenders.path_named("fa2-seed2-1750")
+    assert contenders.read(captured, causal=True).causal
+    with pytest.raises(UserError, match="^--on: .*1750.*.xz has causal=True$"):
+        contenders.read(captured, causal=False)
     with pytest.raises(UserError, match="did you mean fa2-seed2-1750"):
         contenders.named("fa2-seed2-175")
 
@@ -809,6 +830,21 @@ def test_one_ulp_is_at_least_what_storing_does():
     right = exact.right["O"]
     stored = (right.bfloat16().double() - right).norm() / right.norm()
     assert exact.ulp["O"] >= stored.item()
+
+
+@pytest.mark.parametrize("plain, weak", [(0.09, False), (0.11, True)])
+def test_a_yardstick_that_errs_by_a_tenth_is_weak(plain, weak, inputs):
+    table = one(contenders.plain, inputs).assign(plain=plain)
+    assert ("The yardstick is weak here" in compare.verdict(table)) == weak
+
+
+def test_of_what_differs_between_two_runs_the_largest_part_is_said(inputs):
+    table = one(contenders.plain, inputs)
+    shares = dict(dQ=0.01, dK=0.25, dV=0.02)
+    table.attrs["unsteady"] = [("B", "here", of, share) for of, share in shares.items()]
+    assert "B is not deterministic: two runs on the same inputs differ, in dK by 0.25 of" in (
+        compare.verdict(table)
+    )
 
 
 def test_a_sign_of_delta_is_over_root_mean_squares(inputs):

@@ -21,6 +21,7 @@ from lowprec.evidence.heads import (
     rank_correlations,
     sums,
     take_offs,
+    takes_off,
     total,
 )
 from lowprec.records.explosion import Explosion
@@ -29,7 +30,8 @@ STEPS = range(49, 1500, 50)
 
 
 def made_up(onset=None, **growing):
-    """A run of one layer and three heads with σ = 4; head hN doubles from a step on."""
+    """A run of one layer and three heads with σ = 4; head hN grows from a step on, by a factor each
+    100 steps. onset: of its explosion, which is confirmed, or that explosion."""
     rows = []
     for step in STEPS:
         for head in range(3):
@@ -42,7 +44,7 @@ def made_up(onset=None, **growing):
         name="made-up",
         probes=pd.DataFrame(rows, columns=columns),
         metrics=range(1500),
-        explosion=Explosion(onset, True) if onset else None,
+        explosion=Explosion(onset, True) if isinstance(onset, int) else onset,
         info={"config": {"probe_every": 50}},
     )
 
@@ -59,12 +61,14 @@ def test_what_is_early_or_after_the_onset_does_not_count():
     assert take_offs(made_up(h0=(99, 1.9), h1=(1299, 3), onset=1350)).empty
     assert take_offs(made_up(h1=(299, 3)), settled=600).step.tolist() == [649]
     assert end_of(made_up(onset=1350)) == 1350 and end_of(made_up()) == 1500
+    assert end_of(made_up(onset=Explosion(1350, False))) == 1350
     assert norms(made_up(onset=1350)).index[-1] == 1349
 
 
 def test_a_lag_between_probes_is_refused():
-    with pytest.raises(UserError, match="lag=70 must be a multiple of 50"):
-        take_offs(made_up(), lag=70)
+    for lag in (70, 0):
+        with pytest.raises(UserError, match=f"lag={lag} must be a multiple of 50"):
+            take_offs(made_up(), lag=lag)
     with pytest.raises(UserError, match="every=70 must be a multiple of 50"):
         take_offs(made_up(), lag=70, every=70)
 
@@ -74,7 +78,8 @@ def test_take_offs_on_a_coarser_grid():
     assert take_offs(run, lag=200, every=200).step.tolist() == [999]
     assert take_offs(run, lag=200, every=100).step.tolist() == [899]
     assert first_take_off(made_up(h2=(799, 3), h0=(999, 3))) == 999
-    assert np.isnan(first_take_off(made_up()))
+    assert takes_off(made_up(h2=(799, 3))) and not takes_off(made_up())
+    assert np.isnan(first_take_off(made_up(h2=(799, 1.4)))), "less than twice in 200 steps"
 
 
 def test_how_near_a_run_comes_to_a_take_off():

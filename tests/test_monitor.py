@@ -534,6 +534,8 @@ def test_modules_that_the_model_does_not_hold_have_no_name(caplog):
         table = watched(model, lambda: model(x).square().sum())
     assert set(table.module) == {"own"} and set(table.layer) == {1}
     assert f"not watched: call_0: {watch.NO_GRADIENT}" in caplog.text
+    seen = watch.Seen(["own", "", "own", ""])
+    assert [seen.module(i) for i in range(4)] == ["own", "call_1", "own/call_1", "call_3"]
 
 
 class Steps(nn.Module):
@@ -1790,14 +1792,23 @@ def test_a_warning_names_the_head_of_the_largest_error(caplog):
     assert caplog.text.count("ALARM") == 3
 
 
-@pytest.mark.parametrize("dtype, policy", [(None, None), (torch.bfloat16, None), (None, "FA2")])
-def test_attention_in_fp32_is_known_to_be_read_as_if_in_bf16(dtype, policy):
+@pytest.mark.parametrize(
+    "dtype, policy, function",
+    [
+        (None, None, SDPA), (torch.bfloat16, None, SDPA), (None, "FA2", SDPA),
+        (None, None, lowprec.sdpa),
+    ],
+)  # fmt: skip
+def test_attention_in_fp32_is_known_to_be_read_as_if_in_bf16(dtype, policy, function, monkeypatch):
+    """But ours, which is in BF16 where its policy says so."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", function)
     model, x = Plain(), torch.randn(1, 40, 32)
     seeing = watch.Watch(model, policy)
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         model(x).square().sum().backward()
     seeing.stop()
-    assert seeing.seen.as_if == (set() if dtype else {0}) and seeing.seen.found
+    assert seeing.seen.as_if == (set() if dtype or function is lowprec.sdpa else {0})
+    assert seeing.seen.found
 
 
 def test_nothing_of_nothing_is_nothing():

@@ -283,12 +283,12 @@ def test_a_capture_knows_its_rotation_and_its_keys(name, tmp_path):
     model = made(policy="LOW", **PARTS[name])
     observed = capture.observe(model, *batch(), amp=False)
     info = dict(step=1, run="a", config={}, data_sha256="0")
-    path = capture.save(tmp_path / "a.xz", observed, model, 1, (3,), (0, 1, 2), info)
+    path = capture.save(tmp_path / "a.xz", observed, model, 1, (2,), (0, 1, 2), info)
     file = Capture.load(path)
     for name, exact in zip("qk", scores.unrounded(file), strict=True):
         torch.testing.assert_close(exact.float(), file.tensors[name], rtol=1e-4, atol=1e-4)
     model(*batch()).backward()
-    wanted = model.config.by_head(model.blocks[1].qkv.weight.grad)[0][3]
+    wanted = model.config.by_head(model.blocks[1].qkv.weight.grad)[0][2]
     t = file.replay()
     got = rivals.query_gradient(file, t.dq)[0]
     assert (got - wanted).norm() < 1e-4 * wanted.norm()

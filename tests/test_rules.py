@@ -85,6 +85,7 @@ def test_truths_of_units_are_counted():
         ("count of seeds that explode == 0", {7: 1}, "was given 1 for 7"),
         ("median over seeds of error < 1", {7: math.nan}, "of error is nan for 7"),
         ("max over seeds of error < 1", {7: -math.inf}, "of error is -inf for 7"),
+        ("max over seeds of error < 1", {7: "0.2"}, "of error is '0.2' for 7: hand it a number"),
         ("error < 1", {7: 0.2}, "takes one number and was given 1: begin it with a quantifier"),
     ],
 )  # fmt: skip

@@ -475,6 +475,32 @@ def test_a_summary_has_the_gradient_norm_of_the_end(folder):
     assert "norm 1.23e+03, median of the last 50" in load_run(folder).summary()
 
 
+def changed(folder, steps=None, config=(), **info):
+    """The run in a folder, with another run.json and its first steps alone."""
+    told = json.loads((folder / "run.json").read_text())
+    told |= info | dict(steps=steps or told["steps"], config=told["config"] | dict(config))
+    write_table(folder / "metrics.parquet", load_run(folder).metrics[: told["steps"]])
+    (folder / "run.json").write_text(json.dumps(told))
+    return load_run(folder)
+
+
+def test_a_summary_says_what_is_unusual_of_a_model_and_how_fast_it_was(folder):
+    assert ", norm" not in load_run(folder).summary()
+    unusual = dict(positions="rotary", norm="layer", layers={"1": "FA2", "4/0,2": "LOW"})
+    run = changed(folder, config=unusual, tokens_per_second=123_456, mfu=0.31)
+    for words in (
+        ": LOW, 1: FA2, 4/0,2: LOW\n",
+        "wide, positions rotary; ",
+        "123,456 tokens/s, 31% of",
+    ):
+        assert words in run.summary()
+    assert run.layers == "1: FA2; 4/0,2: LOW"
+
+
+def test_a_summary_of_a_short_run_counts_its_steps(folder):
+    assert "over the last 20 steps" in changed(folder, steps=20).summary()
+
+
 def test_each_gpu_is_named(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")

@@ -273,7 +273,8 @@ def test_a_run_that_ends_in_a_rise_does_not_count_for_prevents():
         runs_["run"] = [run(i in range(8, 8 + rising)) for i in range(16)]
         return compare_arms(runs_, "low").verdict[1]
 
-    assert [verdict(k) for k in (0, 1, 8)] == ["prevents", "not seen in 7", "not known of any"]
+    said = ["prevents", "not seen in 7", "not seen in 1", "not known of any"]
+    assert [verdict(k) for k in (0, 1, 7, 8)] == said
 
 
 def test_when_nothing_or_everything_explodes():
@@ -412,6 +413,7 @@ def test_a_run_that_ends_in_a_rise_counts_neither_way():
     assert set(centred.outcomes(rise.onset - 1).index) == set(table.seed) > set(known.index)
     assert load_arms("mini")["low"].outcomes().to_dict() == dict.fromkeys(range(8), True)
     assert centred.rising == 1 and centred.exploded == 0
+    assert list(centred.onsets.values()) == [rise.onset]
     both = centred, load_arms("mini")["low"]
     assert exploded_of(*both) == f"8 of {7 + centred.n}" and exploded_of() == "0 of 0"
     assert Arm("-", centred.config, (0,), None).rising == 0

@@ -616,9 +616,10 @@ def test_a_place_without_folders_is_named(place):
         train(small(), f"{place}/x")
 
 
-def test_micro_batches_add_up_to_the_batch(tmp_path):
+@pytest.mark.parametrize("rows", [1, 3])
+def test_micro_batches_add_up_to_the_batch(tmp_path, rows):
     whole = train(small(policy="LOW", batch_size=4), tmp_path / "a")
-    parts = train(small(policy="LOW", batch_size=4, micro_batch=1), tmp_path / "b")
+    parts = train(small(policy="LOW", batch_size=4, micro_batch=rows), tmp_path / "b")
     for name in ("loss", "grad_norm"):
         assert list(parts.metrics[name]) == pytest.approx(list(whole.metrics[name]), rel=1e-4)
     assert list(parts.probes.delta_abs) == pytest.approx(list(whole.probes.delta_abs), rel=1e-2)
@@ -811,14 +812,27 @@ def test_the_window_of_micro_batches_is_that_of_the_batch(tmp_path, rows, policy
         assert list(parts[name]) == pytest.approx(list(whole[name]), rel=0.01), name
 
 
-def test_the_onset_keeps_300_steps_before_and_50_after(monkeypatch):
+@pytest.mark.parametrize("oldest", [200, 600])
+def test_the_onset_keeps_300_steps_before_and_50_after(oldest, monkeypatch):
+    """Of those before it what is still there."""
     monkeypatch.setattr(explosion, "find_explosion", lambda losses: explosion.Explosion(700, True))
     watch = object.__new__(Recorder)
     watch.metrics, watch.onset, watch.step = [], [], 1000
-    watch.recent = [np.full((1, 2, 3), step) for step in range(200, 1000)]
+    watch.recent = [np.full((1, 2, 3), step) for step in range(oldest, 1000)]
     watch._keep_onset()
     (rows,) = watch.onset
-    assert list(rows[:, 0]) == list(np.repeat(range(400, 750), 2)) == list(rows[:, 3])
+    kept = np.repeat(range(max(400, oldest), 750), 2)
+    assert list(rows[:, 0]) == list(kept) == list(rows[:, 3])
+
+
+def test_a_run_stops_so_many_steps_after_the_onset(monkeypatch):
+    monkeypatch.setattr(explosion, "find_explosion", lambda losses: explosion.Explosion(700, True))
+    watch = object.__new__(Recorder)
+    watch.config, said = small(stop_after_explosion=100), {}
+    for steps in (800, 801):
+        watch.metrics = [(step, 2.0, 1.0) for step in range(steps)]
+        said[steps] = watch.should_stop()
+    assert said == {800: None, 801: "explosion"}
 
 
 @pytest.mark.parametrize(
@@ -884,12 +898,14 @@ def low_scale(monkeypatch):
 
 def test_fp16_scales_the_loss_and_nothing_recorded_shows_it(tmp_path, low_scale):
     """Losses, gradient norms and sums of delta are those of FP32 training, up to rounding."""
-    plain = train(small(amp=False), tmp_path / "a")
-    half = train(small(amp="fp16"), tmp_path / "b")
+    plain = train(small(amp=False, policy="FA2+s=e8m2"), tmp_path / "a")
+    half = train(small(amp="fp16", policy="FA2+s=e8m2"), tmp_path / "b")
     for name in ("loss", "grad_norm"):
         assert list(half.metrics[name]) == pytest.approx(list(plain.metrics[name]), rel=2e-3)
     assert (half.metrics.loss != plain.metrics.loss).any()
     assert list(half.probes.delta_abs) == pytest.approx(list(plain.probes.delta_abs), rel=0.2)
+    ties = half.probes.tied_rows
+    assert ties.any() and (ties % 1 == 0).all(), "a number of rows"
     assert half.info["config"]["amp"] == "fp16"
 
 
