@@ -133,7 +133,12 @@ def test_the_copy_beside_the_runs_is_that_of_the_last_and_earlier_ones_stay(file
     file.write_text(text.replace("[0]", "[0, 1]"))
     run_campaign(file, out=out, only=("low-seed0",))
     assert (out / "campaign.yaml").read_text() == text, "nothing was missing"
+    file.write_text(text)
+    (out / "low-seed0").rename(out / "aside")
     capfd.readouterr()
+    run_campaign(file, out=out)
+    assert "has changed" not in capfd.readouterr().err
+    file.write_text(text.replace("[0]", "[0, 1]"))
     run_campaign(file, out=out)
     kept = out / f"campaign-{digest[:8]}.yaml"
     assert f"{file} has changed; its earlier text is kept as {kept}\n" in capfd.readouterr().err
@@ -142,7 +147,7 @@ def test_the_copy_beside_the_runs_is_that_of_the_last_and_earlier_ones_stay(file
     assert (out / "campaign.yaml").read_bytes() == file.read_bytes()
     assert load_arms(out)["low"].seeds == (0, 1)
     file.write_text(text)
-    (out / "low-seed0").rename(out / "aside")
+    (out / "low-seed0").rename(out / "aside again")
     run_campaign(file, out=out)
     assert (out / "campaign.yaml").read_text() == text and not kept.exists(), "changed back"
     assert len(list(out.glob("campaign*.yaml"))) == 2

@@ -458,6 +458,7 @@ def test_more_seeds_are_recorded_beside_what_is_packed(tmp_path, here, monkeypat
         [*FILES, *(f"low-seed{seed}/.weights/{weights.name}" for seed in (0, 1))]
     )
     assert_same(everything(tmp_path), both)
+    shutil.rmtree(tmp_path / "low-seed1")  # which held its weights alone
     done = campaign.run_campaign(file)
     assert done["low-seed1"] == "recorded before"
     assert list(campaign.run_campaign(file, eps=1e-5).values())[1].startswith(
