@@ -278,6 +278,13 @@ def test_a_page_of_the_laboratory_is_linked_from_a_main_page():
             assert " of <a href" in form.position(name, ROOT), f"no main page links to {name}"
 
 
+def test_threats_say_how_many_campaigns_their_table_of_predictions_has():
+    text = (ROOT / "book" / "threats.md").read_text()
+    title, table = re.search(r"before the runs, (.*) campaigns\n(.*?)\n:::", text, re.S).groups()
+    listed, recorded = re.findall(r"^\| `", table, re.M), ROOT.glob("data/runs/*/campaign.yaml")
+    assert title == f"{len(listed)} of {len(list(recorded))}"
+
+
 def test_icons_that_no_page_shows_are_left_out(tmp_path):
     script = tmp_path / "fontawesome.js"
     search = 'search:[3,4,[8,"glass"],"f1",["M1","M2"]],'

@@ -170,8 +170,8 @@ def drawn(shape=(1, 4, 256, 64), kv_heads=None, causal=True, seed=0, dtype=torch
     kv_heads = shape[1] if kv_heads is None else kv_heads
     if min(*shape, kv_heads) < 1:
         raise UserError(f"shape={tuple(shape)} and kv_heads={kv_heads} must be at least 1 each")
-    if not -(2**63) <= seed < 2**64:  # what torch takes
-        raise UserError(f"seed={seed} must be from 0 to 2^64 - 1")
+    if not -(2**63) <= seed < 2**64:
+        raise UserError(f"seed={seed} must be from -2^63 to 2^64 - 1, as torch takes them")
     g, heads = torch.Generator().manual_seed(seed), (shape[1], kv_heads, kv_heads, shape[1])
     tensors = (torch.randn(shape[0], h, *shape[2:], generator=g).to(dtype) for h in heads)
     return Inputs(f"random, seed {seed}", *tensors, causal, shape[-1] ** -0.5)
