@@ -14,7 +14,7 @@ import torch
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 RUNS = DATA / "runs"
-UNDER_WAY = ("paper_again",)
+UNDER_WAY = ("paper_again", "refined_again")
 APART = ("windows", "pairs", *UNDER_WAY)
 OF_KERNELS = ("test_kernel", "test_shared_keys", "test_compile")
 

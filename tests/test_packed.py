@@ -109,8 +109,12 @@ def test_the_files_are_small_and_others_can_read_them(folder):
     metrics = runs.load_run(folder / names[1]).metrics
     pack.pack(folder)
     assert sum(len(data) for data in content(folder).values()) < before
-    listed = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
-    assert listed == [lines[name] for name in names]
+    first, *others = map(json.loads, (folder / "runs.jsonl").read_text().splitlines())
+    assert first == lines[names[0]]
+    for name, brief in zip(names[1:], others, strict=True):
+        assert (brief.pop("name"), brief.pop("like")) == (name, names[0])
+        whole = first | brief | {"name": name, "config": first["config"] | brief["config"]}
+        assert whole == lines[name] and len(json.dumps(brief)) < len(json.dumps(whole)) / 2
 
     table = pd.read_parquet(folder / "metrics.parquet")
     ours = table[table.run == names[1]].drop(columns="run").reset_index(drop=True)
@@ -123,6 +127,22 @@ def test_the_files_are_small_and_others_can_read_them(folder):
     assert {c.compression for c in columns.values()} == {"BROTLI"}
     assert "BYTE_STREAM_SPLIT" in columns["loss"].encodings
     assert not any(c.is_stats_set for c in columns.values())
+
+
+def test_a_run_with_other_fields_has_its_line_to_itself(folder):
+    names = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    infos = {name: json.loads((folder / name / "run.json").read_text()) for name in names}
+    infos[names[1]]["earlier"] = infos[names[2]]["earlier"] = []
+    infos[names[2]]["config"]["layers"] = {"0": "LOW"}  # as a whole, never in part
+    infos[names[3]]["config"] = dict(reversed(infos[names[3]]["config"].items()))
+    for name, info in infos.items():
+        (folder / name / "run.json").write_text(json.dumps(info))
+    before = everything(folder)
+    pack.pack(folder)
+    assert_same(everything(folder), before)
+    listed = list(map(json.loads, (folder / "runs.jsonl").read_text().splitlines()))
+    assert [line.get("like") for line in listed] == [None, None, names[1], None]
+    assert listed[2]["config"]["layers"] == {"0": "LOW"} and "earlier" not in listed[2]
 
 
 def test_a_run_without_a_probe_is_packed_among_others(folder):
@@ -248,7 +268,11 @@ def beside(folder, name, **changes):
         (lambda f: (f / "probes.parquet").unlink(), "probes.parquet lacks run low-seed0, which"),
         (
             lambda f: without(f, "runs.jsonl", "low-seed0"),
-            "small/runs.jsonl lacks run low-seed0, which metrics.parquet holds; restore both from",
+            "small/runs.jsonl is damaged in line 1; restore it from git",  # what is like it
+        ),
+        (
+            lambda f: without(f, "runs.jsonl", "low-seed1"),
+            "small/runs.jsonl lacks run low-seed1, which metrics.parquet holds; restore both from",
         ),
         (lambda f: (f / "runs.jsonl").unlink(), "runs.jsonl lacks run low-seed0, which metrics"),
         (lambda f: rewrite(f / "runs.jsonl", "}\n", "\n"), "small/runs.jsonl is damaged in line 1"),

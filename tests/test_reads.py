@@ -23,7 +23,7 @@ from lowprec.evidence import claims
 from lowprec.evidence.locks import write_lock
 from lowprec.evidence.registry import in_order
 from lowprec.publish import facts, form, limits, pages
-from lowprec.records import manifest, reads
+from lowprec.records import manifest, packed, reads
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,10 +38,14 @@ def test_a_rule_names_what_is_gone_as_well():
 
 
 def test_gpu_minutes_are_those_of_runs_on_their_own_or_packed(tmp_path):
-    gpu = dict(hardware="NVIDIA H200", seconds=90.0)
-    lines = [gpu, gpu | dict(processes=4), dict(hardware="a CPU", seconds=600.0)]
+    gpu = dict(name="a-seed0", hardware="NVIDIA H200", seconds=90.0, processes=1, arm="a",
+               ended="completed", config=dict(policy="FA2", seed=0))  # fmt: skip
+    infos = [
+        gpu, gpu | dict(name="b", processes=4), gpu | dict(name="c", hardware="CPU", seconds=600.0)
+    ]  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps(gpu))
-    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [packed.line(info, infos[:i]) for i, info in enumerate(infos)]
+    (tmp_path / "runs.jsonl").write_text("".join(lines))
     files = [tmp_path / name for name in ("run.json", "metrics.parquet", "runs.jsonl")]
     assert reads.gpu_minutes(files) == 1.5 + 1.5 + 6
     assert reads.gpu_minutes(files[1:2]) == 0

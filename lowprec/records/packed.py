@@ -1,6 +1,7 @@
 """Packed campaigns: the runs of a finished campaign in three files instead of a folder each.
 
-`runs.jsonl` has a line for each run, its run.json. `metrics.parquet` and `probes.parquet` have a
+`runs.jsonl` has a line for each run, its run.json, or where that has the fields of an earlier run
+what differs from it, with that run's name as `like`. `metrics.parquet` and `probes.parquet` have a
 row group for each, with the run's name in column `run`; the footer lists these names in order, so
 that one run is read without the others. `lowprec.training.pack` writes them, the list last. A run
 whose folder still has its run.json is read from there.
@@ -23,9 +24,34 @@ NAMES = b"runs"
 
 def parse(text: str) -> dict:
     """A run.json; raises ValueError, KeyError or TypeError if the text is none."""
-    info = json.loads(text)
+    return _checked(json.loads(text))
+
+
+def _checked(info: dict) -> dict:
     info["config"]["policy"], info["config"]["seed"], info["arm"], info["hardware"], info["ended"]
     return info
+
+
+def line(info: dict, earlier: list[dict]) -> str:
+    """The line of a run.json in `runs.jsonl`, after those of earlier runs."""
+    config = info["config"]
+    alike = (e for e in earlier if [*e, "", *e["config"]] == [*info, "", *config])
+    if other := next(alike, None):
+        brief = _differing(info, other) | {"config": _differing(config, other["config"])}
+        info = {"name": info["name"], "like": other["name"]} | brief
+    return json.dumps(info, separators=(",", ":")) + "\n"
+
+
+def _differing(of: dict, other: dict) -> dict:
+    return {key: x for key, x in of.items() if json.dumps(x) != json.dumps(other[key])}
+
+
+def _whole(info: dict, found: dict[str, dict]) -> dict:
+    """The run.json that a line stands for, given those of the lines above."""
+    if "like" not in info:
+        return info
+    other = found[info.pop("like")]
+    return other | info | {"config": other["config"] | info["config"]}
 
 
 def infos(folder: Path) -> dict[str, dict]:
@@ -34,7 +60,7 @@ def infos(folder: Path) -> dict[str, dict]:
     Raises `UserError` if a file is damaged, or if list and tables name other runs. A run that has
     a folder, too, may be in the tables alone: packing it was interrupted.
     """
-    listed, name = _listed(folder / RUNS), folder.absolute().name
+    listed, name = list_of(folder / RUNS), folder.absolute().name
     for path in (folder / f"{table}.parquet" for table in TABLES):
         held = _held(path) if path.is_file() else []
         if lacking := [run for run in listed if run not in held]:
@@ -51,13 +77,15 @@ def infos(folder: Path) -> dict[str, dict]:
     return listed
 
 
-def _listed(path: Path) -> dict[str, dict]:
+def list_of(path: Path) -> dict[str, dict]:
+    """The run.json of each run of a `runs.jsonl`, by name; {} if it is not there. Raises
+    `UserError` if it is damaged."""
     if not path.is_file():
         return {}
     found, where = {}, f"{path.absolute().parent.name}/{path.name}"
-    for i, line in enumerate(path.read_bytes().splitlines(), 1):
+    for i, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            info = parse(line.decode())
+            info = _checked(_whole(json.loads(text.decode()), found))
             name = info["name"]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{where} is damaged in line {i}; restore it from git") from None

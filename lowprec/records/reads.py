@@ -126,14 +126,15 @@ def dependencies(log: Path, root: Path) -> list[str]:
 
 def gpu_minutes(files) -> float:
     """What the recorded runs among some files took on GPUs: run.json, or runs.jsonl of many."""
-    texts = []
+    from lowprec.records import packed  # not before a kernel records what it reads
+
+    infos = []
     for path in files:
         if path.name == "run.json":
-            texts.append(path.read_text())
-        elif path.name == "runs.jsonl":
-            texts += path.read_text().splitlines()
-    infos = [info for info in map(json.loads, texts) if "NVIDIA" in info["hardware"]]
-    return sum(map(_gpu_seconds, infos)) / 60
+            infos.append(json.loads(path.read_text()))
+        elif path.name == packed.RUNS:
+            infos += packed.list_of(path).values()
+    return sum(_gpu_seconds(info) for info in infos if "NVIDIA" in info["hardware"]) / 60
 
 
 def _gpu_seconds(info: dict) -> float:

@@ -99,7 +99,8 @@ def _write(folder: Path, recorded: list[runs.Run]) -> None:
     for table in packed.TABLES:
         groups = [_named(run.name, getattr(run, table)) for run in recorded]
         write_groups(aside / f"{table}.parquet", groups, {packed.NAMES.decode(): json.dumps(names)})
-    text = "".join(json.dumps(run.info, separators=(",", ":")) + "\n" for run in recorded)
+    infos = [run.info for run in recorded]
+    text = "".join(packed.line(info, infos[:i]) for i, info in enumerate(infos))
     files.write_atomic(aside / packed.RUNS, lambda file: file.write(text.encode()))
     for run, again in zip(recorded, runs.load_runs(aside).run, strict=True):
         whole = json.dumps(run.info) == json.dumps(again.info)
