@@ -212,6 +212,31 @@ def test_rounding_is_magnified_in_fp32_as_well():
     assert "rounding, magnified" in said
 
 
+@pytest.mark.parametrize("short, words", [(4e-7, "sums off"), (1e-4, "not rounding alone")])
+def test_in_fp32_a_sign_of_a_few_ulps_is_no_proof(short, words):
+    def less(q, k, v, **how):
+        return (1 - short) * scaled_dot_product_attention(q, k, v, **how)
+
+    some = contenders.drawn((1, 4, 256, 64), dtype=torch.float32)
+    table = one(less, some)
+    assert table.lean[table.of == "O"].all()
+    assert f"{words}." in compare.verdict(table) and "O has a sign, -0.0" in compare.verdict(table)
+
+
+@pytest.mark.gpu
+def test_pytorch_s_fp32_kernel_has_a_sign_on_a_gpu():
+    """With equal weights, which need no rounding. *math* has none beyond noise."""
+    g, lean = torch.Generator().manual_seed(0), {}
+    for keys in (1, 64):
+        q, k, v = (torch.randn(1, 4, n, 64, generator=g).cuda() for n in (256, keys, keys))
+        right = v.double().mean(-2, keepdim=True).expand_as(q)
+        for who in ("efficient", "math"):
+            error = contenders.function(who)(0 * q, k, v).double() - right
+            share = (error * right.sign()).sum() / right.abs().sum()
+            lean.setdefault(who, []).append(abs(share).item())
+    assert min(lean["efficient"]) > 2e-8 > max(lean["math"])
+
+
 def test_where_do_is_zero_no_gradient_was_compared():
     some = contenders.drawn((1, 2, 64, 32))
     some = dataclasses.replace(some, do=torch.zeros_like(some.do))
