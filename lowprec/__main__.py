@@ -212,7 +212,7 @@ def probe(argv: list[str]) -> int:
 
         Args:
             model: a transformers folder or config.json, a Llama's .gguf, a run's checkpoint.pt or
-                nanoGPT's ckpt.pt, or a capture.
+                nanoGPT's ckpt.pt, or a capture, in data/captures also its name.
             text: a text file, read by the model's own tokenizer if that lies beside it or in the
                 .gguf; by default the committed text as GPT-2's tokens, which are noise to a model
                 with another vocabulary.
@@ -374,9 +374,10 @@ def compare(argv: list[str]) -> int:
                 or math, of PyTorch; eager, a plain attention; or module:function from the working
                 directory, called as PyTorch's scaled_dot_product_attention.
             b: the other one.
-            on: random; captures, the committed q, k, v and dO of real models; or a safetensors file
-                with q, k, v, do (batch, heads, tokens, head_dim), its metadata causal and scale, or
-                with a boolean mask in place of causal. Biases are not compared.
+            on: random; captures, the committed q, k, v and dO of real models, or one by its name;
+                or a safetensors file with q, k, v, do (batch, heads, tokens, head_dim), its
+                metadata causal and scale, or with a boolean mask in place of causal. Biases are not
+                compared.
             causal: of random inputs, and of a file whose metadata do not say.
             no_causal: of such a file; random inputs are not causal by default.
             shape: of random inputs, batch, heads, tokens, head_dim.

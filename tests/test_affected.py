@@ -123,6 +123,13 @@ def test_a_capture_takes_no_other_text(other):
         affected.probe(CAPTURES / "fa2-b-seed4-1580.xz", **other)
 
 
+def test_a_capture_is_probed_by_its_name():
+    ours, theirs = (
+        affected.probe(x) for x in ("fa2-b-seed4-1580", CAPTURES / "fa2-b-seed4-1580.xz")
+    )
+    pd.testing.assert_frame_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("name", ["loss.csv", "monitor.jsonl"])
 def test_a_curve_is_no_model(tmp_path, name):
     (tmp_path / name).write_text("step,loss\n0,10.8\n")

@@ -683,6 +683,17 @@ def test_inputs_that_do_not_fit_are_one_sentence(tmp_path):
         contenders.named("fa2-seed2-175")
 
 
+def test_one_capture_is_compared_by_its_name(tmp_path, monkeypatch, capsys):
+    name = "fa2-b-seed4-1580"
+    assert torch.equal(contenders.read(name).q, contenders.named(name).q)
+    assert main(["compare", "sdpa", "CLEAN", "--on", name]) == 0
+    assert f"inputs: {name}, bfloat16, causal, on cpu, 1 head of" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()  # of one's own
+    with pytest.raises(UserError, match=f"{name} is a folder"):
+        contenders.read(name)
+
+
 # The command
 
 

@@ -255,6 +255,8 @@ def test_documents_of_queries_and_of_keys_may_be_given_apart():
     "call,words",
     [
         (lambda: Mask(window=4), "window=4.*causal=True"),
+        (lambda: Mask(causal=True, window=3.5), "window=3.5, offset=0.: both count keys, so"),
+        (lambda: Mask(causal=True, offset=1.0), "offset=1.0.: both count keys, so they are whole"),
         (lambda: Mask(causal=True, window=-1), "window=-1"),
         (lambda: Mask(offset=2), "offset=2"),
         (lambda: Mask(dense=torch.zeros(2, 2)), "boolean, not torch.float32.*bias"),

@@ -42,6 +42,11 @@ class Mask:
         for name in ("keys", "documents", "dense"):
             part = getattr(self, name)
             require_tensors(f"Mask({name}=...)", *(part if isinstance(part, tuple) else (part,)))
+        if isinstance(self.window, float) or isinstance(self.offset, float):
+            raise UserError(
+                f"Mask(window={self.window}, offset={self.offset}): both count keys, so they are "
+                "whole numbers"
+            )
         if self.window < 0 or (self.window or self.offset) and not self.causal:
             raise UserError(
                 f"Mask(window={self.window}, offset={self.offset}, causal={self.causal}): a window "

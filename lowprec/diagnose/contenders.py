@@ -206,18 +206,24 @@ def path_named(name: str) -> Path:
     return paths.get(name, Path(name))
 
 
+def by_name(name) -> Path:
+    """A path, or where there is none that of a capture of `data/captures` with this name."""
+    return Path(name) if Path(name).exists() else _paths().get(str(name), Path(name))
+
+
 def _paths() -> dict[str, Path]:
     return {p.stem: p for p in sorted((files.data_root() / "captures").glob("**/*.xz"))}
 
 
 def read(path, causal: bool | None = None) -> Inputs:
-    """The inputs of a safetensors file with q, k, v and do, perhaps a mask, or of a capture.
+    """The inputs of a safetensors file with q, k, v and do, perhaps a mask, or of a capture, which
+    may be one of `data/captures` by its name.
 
     Its metadata may have `causal` and `scale`, in JSON: true, 0.125. causal: where it has not, and
     then it must be given, but beside a mask, which says all; it must not be another than they say.
     Raises `UserError` naming the file.
     """
-    path = Path(path)
+    path = by_name(path)
     if path.suffix == ".xz":
         inputs = captured(Capture.load(path))
         if causal is not None and causal != inputs.causal:

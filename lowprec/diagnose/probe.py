@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from lowprec import UserError
-from lowprec.diagnose import loading, measures, scores
+from lowprec.diagnose import contenders, loading, measures, scores
 from lowprec.diagnose.calls import emulated
 from lowprec.diagnose.measures import BROKEN, COLUMNS, COMMON, KEYS, SHARE
 from lowprec.numerics.policy import SAFE, PrecisionPolicy
@@ -36,7 +36,8 @@ def probe(
 
     model: a transformers model, a GPT or a Capture; or a path, of a transformers folder, or of its
         config.json, whose weights are then random from `seed`, of a Llama's GGUF file, of a run's
-        checkpoint.pt, or of a capture. A capture brings its own text.
+        checkpoint.pt, or of a capture, in data/captures also its name. A capture brings its own
+        text.
     text: a file, read by the tokenizer beside the model or in its GGUF file, else by GPT-2's or as
         bytes; None for the committed text, which is there as GPT-2's tokens only, noise to a model
         with another vocabulary. It is cut into `sequences` of `length` tokens.
@@ -57,7 +58,7 @@ def probe(
         raise UserError(f"sequences={sequences} and length={length} must be at least 1")
     weights, folder = "the weights given", None
     if isinstance(model, (str, Path)):
-        path = files.at_root(model)
+        path = files.at_root(contenders.by_name(model))
         if (
             not path.exists()
             and not runs.is_run(path)
