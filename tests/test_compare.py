@@ -19,7 +19,7 @@ from lowprec.__main__ import main
 from lowprec.attention.reference import oracle
 from lowprec.diagnose import compare, contenders
 from lowprec.records.files import data_root
-from lowprec.studies import planted
+from lowprec.studies import dated, planted
 
 OWN = """
 import torch
@@ -221,6 +221,17 @@ def test_in_fp32_a_sign_of_a_few_ulps_is_no_proof(short, words):
     table = one(less, some)
     assert table.lean[table.of == "O"].all()
     assert f"{words}." in compare.verdict(table) and "O has a sign, -0.0" in compare.verdict(table)
+
+
+def test_the_table_in_fp32_is_what_its_study_measures():
+    """On a CPU *math* is another, and as near; *efficient* is there on a GPU alone."""
+    then = dated.recorded("planted", draws=3)["fp32"]
+    now = planted.in_fp32(1, "cpu", ("math",))
+    some = then[then.input.isin(now.input) & (then.who == "math")].reset_index(drop=True)
+    assert then.attrs["hardware"].startswith("NVIDIA") and then.dtypes.equals(now.dtypes)
+    assert list(some.input) == list(now.input) and list(some.of) == list(now.of)
+    assert np.allclose(now.error, some.error, rtol=0.5) and not now.lean.any()
+    assert np.array_equal(then.lean, (then.who == "efficient") & then.of.isin(["O", "dK", "dV"]))
 
 
 @pytest.mark.gpu

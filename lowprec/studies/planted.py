@@ -5,6 +5,7 @@ FAULTS are kinds of mistakes that a kernel may have; `call(fault)` has PyTorch's
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pandas as pd
@@ -27,6 +28,8 @@ SUM = "sum"
 """One more fault: products dO O and their sum delta are BF16 tensors, `(do * o).sum(-1)`."""
 HEALTHY = ("FA2", "CLEAN", "PAPER", "sdpa", "math")
 """Attentions that round in other places each."""
+FP32 = ("efficient", "math")
+"""PyTorch's attention of FP32 tensors: what `sdpa` takes on a GPU, and products one by one."""
 CHANGES = ("FA2", "CLEAN", "FA2+row_sum=refined")
 """Stored, clean and refined delta."""
 
@@ -108,6 +111,19 @@ def alike(seeds) -> pd.DataFrame:
     """`compare.measure` of CHANGES and SUM on random inputs of the shape of a capture."""
     inputs = [contenders.drawn((1, 1, 1024, 64), seed=seed) for seed in seeds]
     return compare.measure(_named(CHANGES) | {SUM: call(SUM)}, inputs, twice=False)
+
+
+def in_fp32(draws: int, device="cuda", names=FP32) -> pd.DataFrame:
+    """`compare.measure` of PyTorch's kernels on random inputs in FP32, not causal and causal."""
+    inputs = [
+        dataclasses.replace(
+            contenders.drawn((1, 4, 256, 64), None, causal, seed, torch.float32).to(device),
+            name=f"seed {seed}{', causal' * causal}",
+        )
+        for causal in (False, True)
+        for seed in range(draws)
+    ]
+    return compare.measure(_named(names), inputs)
 
 
 def captured() -> pd.DataFrame:
