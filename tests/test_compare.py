@@ -700,6 +700,9 @@ def test_one_capture_is_compared_by_its_name(tmp_path, monkeypatch, capsys):
     assert main(["compare", "sdpa", "CLEAN", "--on", name]) == 0
     assert f"inputs: {name}, bfloat16, causal, on cpu, 1 head of" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
+    assert main(["probe", name[:-1]]) == main(["compare", "sdpa", "math", "--on", name[:-1]]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == 2 * [f"lowprec: there is no {name[:-1]}: did you mean the capture {name}?"]
     (tmp_path / name).mkdir()  # of one's own
     with pytest.raises(UserError, match=f"{name} is a folder"):
         contenders.read(name)

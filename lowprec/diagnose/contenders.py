@@ -207,8 +207,14 @@ def path_named(name: str) -> Path:
 
 
 def by_name(name) -> Path:
-    """A path, or where there is none that of a capture of `data/captures` with this name."""
-    return Path(name) if Path(name).exists() else _paths().get(str(name), Path(name))
+    """A path, or where there is none that of a capture of `data/captures` with this name.
+    Raises `UserError` for what is nearly such a name."""
+    if Path(name).exists() or Path(name).suffix:
+        return Path(name)
+    paths = _paths()
+    if str(name) not in paths and (close := difflib.get_close_matches(str(name), paths, n=1)):
+        raise UserError(f"there is no {name}: did you mean the capture {close[0]}?")
+    return paths.get(str(name), Path(name))
 
 
 def _paths() -> dict[str, Path]:
