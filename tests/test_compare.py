@@ -703,6 +703,9 @@ def test_one_capture_is_compared_by_its_name(tmp_path, monkeypatch, capsys):
     assert main(["probe", name[:-1]]) == main(["compare", "sdpa", "math", "--on", name[:-1]]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said == 2 * [f"lowprec: there is no {name[:-1]}: did you mean the capture {name}?"]
+    run = data_root() / "runs" / "gpt2" / "fa2-seed2"  # packed
+    assert main(["probe", str(run)]) == 2
+    assert "fa2-seed2 is a run; give its checkpoint" in capsys.readouterr().err
     (tmp_path / name).mkdir()  # of one's own
     with pytest.raises(UserError, match=f"{name} is a folder"):
         contenders.read(name)

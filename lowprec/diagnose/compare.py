@@ -41,7 +41,7 @@ PyTorch's function has about half of the limit or less, on random inputs a key a
 gradient twice it or more."""
 LEAN = 0.5
 """A sign beyond noise counts as a fault from this share of a plain attention's error on."""
-PIECES = ", as where a GPU makes FP32 products of shorter ones and cuts their sums off"
+PIECES = ", as where a kernel makes FP32 products of shorter ones and cuts their sums off"
 """What else a sign of a few ulps may come from in FP32. PyTorch's memory-efficient kernel has one
 on an H200, where with one key O is not V."""
 LEVEL, BLOCKS = 0.05, 16

@@ -211,8 +211,9 @@ def by_name(name) -> Path:
     Raises `UserError` for what is nearly such a name."""
     if Path(name).exists() or Path(name).suffix:
         return Path(name)
-    paths = _paths()
-    if str(name) not in paths and (close := difflib.get_close_matches(str(name), paths, n=1)):
+    paths, bare = _paths(), Path(name).name == str(name)
+    close = difflib.get_close_matches(str(name), paths, n=1) if bare else []
+    if close and close != [str(name)]:
         raise UserError(f"there is no {name}: did you mean the capture {close[0]}?")
     return paths.get(str(name), Path(name))
 

@@ -1,10 +1,11 @@
 """Packed campaigns: the runs of a finished campaign in three files instead of a folder each.
 
-`runs.jsonl` has a line for each run, its run.json, or where that has the fields of an earlier run
-what differs from it, with that run's name as `like`. `metrics.parquet` and `probes.parquet` have a
-row group for each, with the run's name in column `run`; the footer lists these names in order, so
-that one run is read without the others. `lowprec.training.pack` writes them, the list last. A run
-whose folder still has its run.json is read from there.
+`runs.jsonl` has a line for each run, its run.json. Where that has the same fields as an earlier
+run's it is what differs from it, with that run's name, whose line is whole, as `like`.
+`metrics.parquet` and `probes.parquet` have a row group for each, with the run's name in column
+`run`; the footer lists these names in order, so that one run is read without the others.
+`lowprec.training.pack` writes them, the list last. A run whose folder still has its run.json is
+read from there.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def _whole(info: dict, found: dict[str, dict]) -> dict:
     if "like" not in info:
         return info
     other = found[info.pop("like")]
+    if info.keys() - other.keys() or info["config"].keys() - other["config"].keys():
+        raise KeyError("a field that the other has not")
     return other | info | {"config": other["config"] | info["config"]}
 
 
